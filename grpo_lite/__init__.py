@@ -1,0 +1,1 @@
+"""grpo-lite: a memory governor for GRPO on one consumer GPU."""
