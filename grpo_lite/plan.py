@@ -47,7 +47,7 @@ class Workload:
     method: str = "full"
     """"full" (fp32 master weights) or "lora"."""
     dtype: str = "bfloat16"
-    """Compute dtype: "bfloat16" (autocast over fp32 masters, or a bf16 frozen base) or "float32"."""
+    """Compute dtype: "bfloat16" (autocast over fp32 weights, or a bf16 base) or "float32"."""
     prompts_per_step: int = 8
     """Distinct prompts in one update."""
     num_generations: int = 8

@@ -1,0 +1,1 @@
+"""The GRPO algorithm: rollout, objective, rewards, data."""

@@ -1,0 +1,1 @@
+"""Gradient blocks and optimizer state: where they live and how they are stepped."""
