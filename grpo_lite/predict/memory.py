@@ -1,0 +1,214 @@
+"""Bytes of a plan, by phase and category, computed from a footprint.
+
+Peak is the maximum over phases of what is alive together, never a sum of maxima.
+Pure; knows no torch and no card beyond its budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grpo_lite.optimizers import optimizer_row
+from grpo_lite.plan import Category, Phase, Plan, Workload
+from grpo_lite.predict.footprint import Footprint, Shape, Term, evaluate, stage_name
+
+STEP_COUNTER_BYTES = 4
+"""torch keeps one fp32 step count for each trained tensor (torch.optim.AdamW, fused)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorGroup:
+    """Tensors of one kind that are alive together at a peak, with their arithmetic."""
+
+    category: Category
+    """What they are held for."""
+    operation: str
+    """The operation that makes them."""
+    arithmetic: str
+    """"96 x 8 rows x 768 tokens x 1536 x 2 bytes"."""
+    num_bytes: int
+    """All of them together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEstimate:
+    """What one phase holds at its worst moment."""
+
+    phase: Phase
+    """The phase."""
+    allocated_bytes: int
+    """Tensor storages alive together at the peak."""
+    by_category: Mapping[Category, int]
+    """The same bytes by what they are held for."""
+    where: str
+    """The moment of the peak in words."""
+    largest: tuple[TensorGroup, ...]
+    """The largest groups of tensors at the peak, largest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Predicted bytes of a plan by phase."""
+
+    phases: tuple[PhaseEstimate, ...]
+    """In the order of the step."""
+
+    @property
+    def peak(self) -> PhaseEstimate:
+        """The phase with the largest peak."""
+        return max(self.phases, key=lambda phase: phase.allocated_bytes)
+
+    @property
+    def allocated_peak_bytes(self) -> int:
+        """Largest sum of tensor storages alive together in the whole step."""
+        return self.peak.allocated_bytes
+
+    def of(self, phase: Phase) -> PhaseEstimate | None:
+        """Return the estimate of `phase`; None if the step has no such phase."""
+        return next((estimate for estimate in self.phases if estimate.phase is phase), None)
+
+
+def optimizer_state_bytes(footprint: Footprint, workload: Workload) -> int:
+    """Return the bytes of optimizer state on the card after the first step."""
+    row = optimizer_row(workload.optimizer)
+    weights = footprint.weights
+    return round(
+        weights.num_trainable * row.state_bytes_per_parameter
+        + weights.num_trainable_tensors * STEP_COUNTER_BYTES
+    )
+
+
+def estimate_memory(footprint: Footprint, workload: Workload, plan: Plan) -> MemoryEstimate:
+    """Return the predicted bytes of one update of `workload` under `plan`, at its length caps."""
+    phases = [_static_phase(Phase.LOAD, footprint, workload, where="weights on the card")]
+    phases.append(
+        estimate_rollout(
+            footprint,
+            workload,
+            rows=plan.rollout_batch,
+            prompt=workload.max_prompt_length,
+            completion=workload.max_completion_length,
+        )
+    )
+    shape = Shape(
+        rows=plan.micro_batch,
+        tokens=workload.num_tokens,
+        completion=workload.max_completion_length,
+        chunk=min(plan.logprob_chunk_tokens, plan.micro_batch * workload.max_completion_length),
+    )
+    if workload.needs_logprob_phase:
+        phases.append(_worst(Phase.LOGPROB, footprint, workload, [("logprob", shape)]))
+    phases.extend(estimate_micro_batch(footprint, workload, plan, shape))
+    phases.append(_static_phase(Phase.STEP, footprint, workload, where="gradients and states"))
+    return MemoryEstimate(phases=tuple(phases))
+
+
+def estimate_rollout(
+    footprint: Footprint, workload: Workload, *, rows: int, prompt: int, completion: int
+) -> PhaseEstimate:
+    """Return the bytes of sampling `rows` completions at once, at these lengths in tokens."""
+    moments = [("prefill", Shape(rows=rows, tokens=prompt))]
+    if completion > 1:
+        moments.append(("decode", Shape(rows=rows, tokens=prompt + completion - 1)))
+    return _worst(Phase.ROLLOUT, footprint, workload, moments)
+
+
+def estimate_micro_batch(
+    footprint: Footprint, workload: Workload, plan: Plan, shape: Shape
+) -> tuple[PhaseEstimate, PhaseEstimate]:
+    """Return the bytes of FORWARD and BACKWARD of a micro-batch of `shape`.
+
+    With accumulation the gradients of earlier micro-batches are there from the second on.
+    """
+    accumulating = plan.gradient_accumulation_steps > 1
+
+    def of(phase: Phase) -> PhaseEstimate:
+        name = stage_name(
+            phase.value,
+            checkpointing=plan.gradient_checkpointing,
+            accumulating=accumulating,
+        )
+        return _worst(phase, footprint, workload, [(name, shape)], gradients=accumulating)
+
+    return of(Phase.FORWARD), of(Phase.BACKWARD)
+
+
+def _worst(
+    phase: Phase,
+    footprint: Footprint,
+    workload: Workload,
+    moments: list[tuple[str, Shape]],
+    *,
+    gradients: bool = False,
+) -> PhaseEstimate:
+    """Return the largest instant of the stages in `moments` over the phase's static bytes."""
+    static = _static_bytes(footprint, workload, gradients=gradients, states=True)
+    instant, shape = max(
+        (
+            (instant, shape)
+            for name, shape in moments
+            for instant in footprint.stages[name].instants
+        ),
+        key=lambda pair: evaluate(pair[0].bytes, pair[1]),
+    )
+    by_category = dict(static)
+    groups = []
+    for index, count in instant.counts.items():
+        term = footprint.terms[index]
+        num_bytes = round(count * evaluate(term.bytes, shape))
+        by_category[term.category] = by_category.get(term.category, 0) + num_bytes
+        groups.append(_group(term, count, shape, num_bytes))
+    groups.sort(key=lambda group: -group.num_bytes)
+    return PhaseEstimate(
+        phase=phase,
+        allocated_bytes=sum(static.values()) + round(evaluate(instant.bytes, shape)),
+        by_category=by_category,
+        where=instant.where,
+        largest=tuple(groups[:8]),
+    )
+
+
+def _static_phase(
+    phase: Phase, footprint: Footprint, workload: Workload, *, where: str
+) -> PhaseEstimate:
+    stepping = phase is Phase.STEP
+    static = _static_bytes(footprint, workload, gradients=stepping, states=stepping)
+    return PhaseEstimate(
+        phase=phase,
+        allocated_bytes=sum(static.values()),
+        by_category=static,
+        where=where,
+        largest=(),
+    )
+
+
+def _static_bytes(
+    footprint: Footprint, workload: Workload, *, gradients: bool, states: bool
+) -> dict[Category, int]:
+    static = {Category.PARAMETER: footprint.weights.parameter_bytes}
+    if gradients:
+        static[Category.GRADIENT] = footprint.weights.gradient_bytes
+    if states:
+        static[Category.OPTIMIZER_STATE] = optimizer_state_bytes(footprint, workload)
+    return static
+
+
+def _group(term: Term, count: int, shape: Shape, num_bytes: int) -> TensorGroup:
+    """Return `count` tensors of `term` with their arithmetic at `shape` in words."""
+    parts = [f"{count:,} tensors"] if count > 1 else []
+    for dimension in term.dimensions:
+        value = getattr(shape, dimension, None)
+        parts.append(
+            dimension if value is None else f"{value:,} {_WORDS.get(dimension, dimension)}"
+        )
+    parts.append(f"{term.item_bytes} bytes")
+    return TensorGroup(
+        category=term.category,
+        operation=term.operation,
+        arithmetic=" x ".join(parts),
+        num_bytes=num_bytes,
+    )
+
+
+_WORDS = {"completion": "completion tokens", "chunk": "tokens of a chunk"}

@@ -1,0 +1,152 @@
+"""Seconds of a plan by phase: a roofline over the work that the trace counted.
+
+A phase takes the longer of its arithmetic and its memory traffic, plus the launching of its
+operations.
+The fractions below are assumptions, shown as such in every report; a measured profile replaces
+them later.
+Pure; knows no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grpo_lite.cards.profile import CardProfile
+from grpo_lite.plan import Phase, Plan, Workload
+from grpo_lite.predict.footprint import Footprint, Shape, Stage, evaluate, stage_name
+from grpo_lite.predict.memory import optimizer_state_bytes
+
+ACHIEVED_FLOPS_FRACTION = 0.5
+"""Assumed share of the profile's FLOP/s that whole transformer layers reach."""
+ACHIEVED_BANDWIDTH_FRACTION = 0.7
+"""Assumed share of the profile's memory bandwidth that streaming operations reach."""
+LAUNCH_S = 8e-6
+"""Assumed seconds to launch one operation from eager PyTorch."""
+
+ASSUMPTIONS = (
+    f"speed: {ACHIEVED_FLOPS_FRACTION:.0%} of the card's FLOP/s and "
+    f"{ACHIEVED_BANDWIDTH_FRACTION:.0%} of its bandwidth are reached, "
+    f"{LAUNCH_S * 1e6:.0f} us for each launched operation (assumed, not measured)",
+    "speed: the time of the reward functions is unknown and left out",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSpeed:
+    """Predicted seconds of one phase of an update."""
+
+    phase: Phase
+    """The phase."""
+    seconds: float
+    """For the whole update."""
+    bound_by: str
+    """"compute", "bandwidth" or "launch": the largest part of the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedEstimate:
+    """Predicted seconds of one update."""
+
+    phases: tuple[PhaseSpeed, ...]
+    """In the order of the step."""
+    num_completion_tokens: int
+    """Completion tokens of one update at the cap."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole update."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens trained on per second."""
+        return self.num_completion_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rates:
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def estimate_speed(
+    footprint: Footprint, workload: Workload, plan: Plan, profile: CardProfile
+) -> SpeedEstimate:
+    """Return the predicted seconds of one update of `workload` under `plan`, at its length caps."""
+    rates = _Rates(
+        flops_per_s=profile.flops_per_s[workload.dtype].value * ACHIEVED_FLOPS_FRACTION,
+        bytes_per_s=profile.memory_bandwidth_bytes_per_s.value * ACHIEVED_BANDWIDTH_FRACTION,
+    )
+    shape = Shape(
+        rows=plan.micro_batch,
+        tokens=workload.num_tokens,
+        completion=workload.max_completion_length,
+        chunk=min(plan.logprob_chunk_tokens, plan.micro_batch * workload.max_completion_length),
+    )
+    phases = [_rollout(footprint, workload, plan, rates)]
+    if workload.needs_logprob_phase:
+        repeats = plan.gradient_accumulation_steps * (workload.beta > 0) + (
+            plan.gradient_accumulation_steps * (workload.num_iterations > 1)
+        )
+        phases.append(_phase(Phase.LOGPROB, [(footprint.stages["logprob"], shape, repeats)], rates))
+    repeats = plan.gradient_accumulation_steps * workload.num_iterations
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        name = stage_name(
+            phase.value, checkpointing=plan.gradient_checkpointing, accumulating=False
+        )
+        phases.append(_phase(phase, [(footprint.stages[name], shape, repeats)], rates))
+    phases.append(_step(footprint, workload, rates))
+    return SpeedEstimate(
+        phases=tuple(phases),
+        num_completion_tokens=workload.num_rows * workload.max_completion_length,
+    )
+
+
+def _rollout(footprint: Footprint, workload: Workload, plan: Plan, rates: _Rates) -> PhaseSpeed:
+    """Prefill once and decode token by token, with the cache at its mean length."""
+    slices = math.ceil(workload.num_rows / plan.rollout_batch)
+    mean_tokens = workload.max_prompt_length + workload.max_completion_length // 2
+    prefill = Shape(rows=plan.rollout_batch, tokens=workload.max_prompt_length)
+    decode = Shape(rows=plan.rollout_batch, tokens=mean_tokens)
+    return _phase(
+        Phase.ROLLOUT,
+        [
+            (footprint.stages["prefill"], prefill, slices),
+            (footprint.stages["decode"], decode, slices * (workload.max_completion_length - 1)),
+        ],
+        rates,
+    )
+
+
+def _phase(phase: Phase, parts: list[tuple[Stage, Shape, int]], rates: _Rates) -> PhaseSpeed:
+    seconds: dict[str, float] = {"compute": 0.0, "bandwidth": 0.0, "launch": 0.0}
+    for stage, shape, repeats in parts:
+        compute_s = evaluate(stage.work.flops, shape) / rates.flops_per_s
+        traffic_s = evaluate(stage.work.moved_bytes, shape) / rates.bytes_per_s
+        bound = "compute" if compute_s > traffic_s else "bandwidth"
+        seconds[bound] += repeats * max(compute_s, traffic_s)
+        seconds["launch"] += repeats * stage.work.num_operations * LAUNCH_S
+    return _phase_speed(phase, seconds)
+
+
+def _step(footprint: Footprint, workload: Workload, rates: _Rates) -> PhaseSpeed:
+    """Read weights, gradients and states, write weights and states."""
+    weights = footprint.weights
+    trained_bytes = 4 * weights.num_trainable
+    state_bytes = optimizer_state_bytes(footprint, workload)
+    moved_bytes = 2 * trained_bytes + weights.gradient_bytes + 2 * state_bytes
+    seconds = {
+        "bandwidth": workload.num_iterations * moved_bytes / rates.bytes_per_s,
+        "launch": workload.num_iterations * weights.num_trainable_tensors * LAUNCH_S,
+    }
+    return _phase_speed(Phase.STEP, seconds)
+
+
+def _phase_speed(phase: Phase, seconds: Mapping[str, float]) -> PhaseSpeed:
+    return PhaseSpeed(
+        phase=phase,
+        seconds=sum(seconds.values()),
+        bound_by=max(seconds, key=lambda part: seconds[part]),
+    )

@@ -1,0 +1,175 @@
+"""The one decision maker: which plan is the fastest that fits, and which is the next one down.
+
+Pure functions over frozen data; the governor asks `step_down` instead of keeping a ladder of its
+own.
+Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from grpo_lite.cards.card import Budget
+from grpo_lite.cards.profile import CardProfile
+from grpo_lite.plan import Phase, Plan, Workload
+from grpo_lite.predict.footprint import Footprint
+from grpo_lite.predict.memory import MemoryEstimate, estimate_memory
+from grpo_lite.predict.speed import SpeedEstimate, estimate_speed
+from grpo_lite.units import format_bytes
+
+MIN_CHUNK_TOKENS = 64
+"""Smallest head chunk searched: below it the matrix products are too thin to be worth it."""
+
+
+class Verdict(StrEnum):
+    """What the prediction says of a candidate on a budget."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    DOES_NOT_FIT = "does not fit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run a workload, with its predicted price."""
+
+    workload: Workload
+    """The experiment."""
+    plan: Plan
+    """How it would be run."""
+    memory: MemoryEstimate
+    """Predicted bytes."""
+    speed: SpeedEstimate
+    """Predicted seconds."""
+    verdict: Verdict
+    """Whether it fits the budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a search is about: one footprint on one card within one budget."""
+
+    footprint: Footprint
+    """What the trace learnt."""
+    profile: CardProfile
+    """The card's figures."""
+    budget: Budget
+    """Bytes that may be used."""
+
+
+def verdict_of(memory: MemoryEstimate, budget: Budget) -> Verdict:
+    """Return whether `memory` fits: tight is inside the stated uncertainty of the prediction."""
+    peak_bytes = memory.allocated_peak_bytes
+    if peak_bytes > budget.card_bytes:
+        return Verdict.DOES_NOT_FIT
+    if peak_bytes * (1 + budget.uncertainty_fraction) > budget.card_bytes:
+        return Verdict.TIGHT
+    return Verdict.FITS
+
+
+def price(question: Question, workload: Workload, plan: Plan) -> Candidate:
+    """Return `plan` for `workload` with its predicted bytes, seconds and verdict."""
+    memory = estimate_memory(question.footprint, workload, plan)
+    return Candidate(
+        workload=workload,
+        plan=plan,
+        memory=memory,
+        speed=estimate_speed(question.footprint, workload, plan, question.profile),
+        verdict=verdict_of(memory, question.budget),
+    )
+
+
+def search_plans(question: Question, workload: Workload) -> list[Candidate]:
+    """Return every candidate for `workload`, best first.
+
+    Those that fit come first by speed, then the tight ones by speed, then the rest by their peak.
+    Ties in time go to fewer bytes, then to fewer, larger micro-batches.
+    """
+    candidates = [price(question, workload, plan) for plan in enumerate_plans(workload)]
+    return sorted(candidates, key=_rank)
+
+
+def enumerate_plans(workload: Workload) -> Iterator[Plan]:
+    """Yield the plans of the search; each keeps the effective batch of `workload`."""
+    rows = workload.num_rows
+    for micro_batch in _divisors(rows):
+        for checkpointing in (False, True):
+            for chunk in chunk_choices(micro_batch * workload.max_completion_length):
+                for rollout_batch in _divisors(rows):
+                    yield Plan(
+                        micro_batch=micro_batch,
+                        gradient_accumulation_steps=rows // micro_batch,
+                        gradient_checkpointing=checkpointing,
+                        logprob_chunk_tokens=chunk,
+                        rollout_batch=rollout_batch,
+                    )
+
+
+def step_down(
+    question: Question, workload: Workload, plan: Plan, phase: Phase, shortfall_bytes: int
+) -> Plan | None:
+    """Return the fastest plan that needs at least `shortfall_bytes` less than `plan` in `phase`.
+
+    Only the fields that `phase` obeys are changed, and never the effective batch.
+    Where nothing lowers the phase by that much, the lowest plan that lowers it at all is returned,
+    and None where `plan` is already the lowest.
+    """
+    now_bytes = _phase_bytes(question, workload, plan, phase)
+    lower: list[tuple[int, float, Plan]] = []
+    for other in enumerate_plans(workload):
+        if not _only_changes_what_obeys(phase, plan, other):
+            continue
+        needed_bytes = _phase_bytes(question, workload, other, phase)
+        if needed_bytes < now_bytes:
+            speed = estimate_speed(question.footprint, workload, other, question.profile)
+            lower.append((needed_bytes, speed.seconds, other))
+    if not lower:
+        return None
+    wanted_bytes = now_bytes - max(1, shortfall_bytes)
+    enough = [row for row in lower if row[0] <= wanted_bytes]
+    needed_bytes, _, best = (
+        min(enough, key=lambda row: (row[1], row[0])) if enough else min(lower, key=lambda r: r[:2])
+    )
+    reason = (
+        f"out of memory in {phase} by {format_bytes(shortfall_bytes)}; predicted "
+        f"{format_bytes(now_bytes)} before, {format_bytes(needed_bytes)} after"
+    )
+    changed = plan.changes_to(best)
+    return replace(best, reasons=plan.reasons).with_reasons(**dict.fromkeys(changed, reason))
+
+
+def chunk_choices(num_tokens: int) -> list[int]:
+    """Return head chunk sizes to try: all tokens at once and powers of two below."""
+    choices = [num_tokens]
+    chunk = MIN_CHUNK_TOKENS
+    while chunk < num_tokens:
+        choices.append(chunk)
+        chunk *= 2
+    return choices
+
+
+def _only_changes_what_obeys(phase: Phase, plan: Plan, other: Plan) -> bool:
+    changed = set(plan.changes_to(other))
+    if phase is Phase.ROLLOUT:
+        return changed == {"rollout_batch"}
+    return bool(changed) and "rollout_batch" not in changed
+
+
+def _phase_bytes(question: Question, workload: Workload, plan: Plan, phase: Phase) -> int:
+    estimate = estimate_memory(question.footprint, workload, plan).of(phase)
+    return 0 if estimate is None else estimate.allocated_bytes
+
+
+def _rank(candidate: Candidate) -> tuple[int, float, int, int]:
+    peak_bytes = candidate.memory.allocated_peak_bytes
+    order = list(Verdict).index(candidate.verdict)
+    if candidate.verdict is Verdict.DOES_NOT_FIT:
+        return (order, float(peak_bytes), peak_bytes, 0)
+    seconds = candidate.speed.seconds
+    return (order, seconds, peak_bytes, candidate.plan.gradient_accumulation_steps)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
