@@ -71,7 +71,8 @@ def chunked_logprobs(
         in backward [N, H] in hidden's dtype, and if the weight is trained one fp32 [V, H], cast
         at the end to the weight's dtype if that is another.
         With bf16 compute the product for the weight is added slab by slab, each no larger than
-        the fp32 logits that are gone by then (or 4096 rows of the vocabulary).
+        the fp32 logits that are gone by then (or 4096 rows of the vocabulary); so each chunk's part
+        is rounded to bf16 once before it is summed in fp32.
 
     `head.add_into_grad`: where the weight is a leaf that has an fp32 `.grad` when backward comes
     (accumulation), the head's part is added to it in place and no second [V, H] exists.

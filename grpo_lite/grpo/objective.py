@@ -313,11 +313,12 @@ def _mean(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return `values_BT` with exact zeros, and exact zero gradients, where the mask drops.
+    """Return `values_BT` in at least fp32, with exact zeros (gradients too) where the mask drops.
 
     Before any exp: times 0 afterwards, garbage that overflows would be NaN.
     """
-    return torch.where(mask_BT, values_BT, 0.0)
+    wide_dtype = torch.promote_types(values_BT.dtype, torch.float32)
+    return torch.where(mask_BT, values_BT.to(wide_dtype), 0.0)
 
 
 def _require_choice(name: str, value: str, known: tuple[str, ...]) -> None:
