@@ -76,9 +76,9 @@ def chunked_logprobs(
 
     `head.add_into_grad`: where the weight is a leaf that has an fp32 `.grad` when backward comes
     (accumulation), the head's part is added to it in place and no second [V, H] exists.
-    Autograd then sees no gradient for this use of the weight: tensor hooks do not see that part,
-    and if the weight is used nowhere else its post-accumulate hooks do not run.
-    With tied embeddings the embedding's part comes later through autograd as ever, with hooks.
+    Autograd then sees no gradient for this use of the weight: `register_hook` does not see that
+    part; post-accumulate hooks run as ever, with the whole sum in `.grad`.
+    With tied embeddings the embedding's part comes later, through autograd as ever.
     Without a `.grad` the gradient goes through autograd as without the flag.
 
     Args:
