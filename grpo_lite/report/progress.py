@@ -23,7 +23,7 @@ from grpo_lite.units import format_bytes, format_seconds
 
 RECENT_STEPS = 20
 """Steps whose mean time predicts the time left: lengths drift during training."""
-BAR_COLUMNS = 24
+BAR_COLUMNS = 20
 """Width of the bars, and steps of reward that are drawn."""
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 """Heights of the reward's curve, lowest first."""
@@ -100,26 +100,26 @@ class Progress:
             f"  reward {record.reward:.3f}"
             f"  dead {record.dead_group_fraction:.0%}"
             f"  {record.tokens_per_s:,.0f} tok/s"
-            f"  peak {format_bytes(record.peak_bytes)} of {format_bytes(self._budget_bytes)}"
-            f"  left {format_seconds(self._left_s(record.step))}"
+            f"  {format_bytes(record.peak_bytes)} of {format_bytes(self._budget_bytes)}"
+            f"  {format_seconds(self._left_s(record.step))} left"
         )
 
     def _screen(self, record: StepRecord) -> RenderableType:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(width=BAR_COLUMNS, no_wrap=True)
-        grid.add_column()
+        grid.add_column(no_wrap=True)
         grid.add_row(
             f"step {record.step}/{self._total_steps}",
             ProgressBar(total=self._total_steps, completed=record.step, width=BAR_COLUMNS),
             f"{format_seconds(self._left_s(record.step))} left, "
-            f"{format_seconds(record.total_s)} a step, {record.tokens_per_s:,.0f} tokens/s",
+            f"{format_seconds(record.total_s)} each, {record.tokens_per_s:,.0f} tok/s",
         )
         grid.add_row(
             f"reward {record.reward:.3f}",
             Text(_sparkline(self._rewards, self._blocks), style="green"),
             f"{record.dead_group_fraction:.0%} dead groups, "
-            f"{record.truncated_fraction:.0%} truncated, loss {record.loss:.4f}",
+            f"{record.truncated_fraction:.0%} cut off, loss {record.loss:.4f}",
         )
         grid.add_row(
             "memory",
@@ -132,10 +132,12 @@ class Progress:
     def _governor_line(self) -> Text:
         if self._decision is None:
             return Text("governor  nothing to do so far", style="dim")
+        times = f", {self._num_decisions} in all" if self._num_decisions > 1 else ""
         return Text(
-            f"governor  {self._num_decisions} changes, last at step {self._decision.step}: "
-            f"{self._decision.change} ({self._decision.kind} in {self._decision.phase})",
+            f"governor  step {self._decision.step}{times}: {self._decision.change}",
             style="yellow",
+            no_wrap=True,
+            overflow="ellipsis",
         )
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from grpo_lite.errors import unknown_name
 from grpo_lite.report.as_json import document_to_json
 from grpo_lite.report.document import Document
-from grpo_lite.report.terminal import document_screen
+from grpo_lite.report.terminal import document_screen, next_step
 
 PLAIN_WIDTH = 80
 """Columns where the output is no terminal."""
@@ -43,6 +43,7 @@ def render(document: Document, output_format: str, console: Console) -> None:
 def _render_text(document: Document, console: Console) -> None:
     width = min(console.width, MAX_WIDTH)
     console.print(document_screen(document, width=width), width=width)
+    console.print(next_step(document), soft_wrap=True)  # a command that folds cannot be pasted
 
 
 def _render_json(document: Document, console: Console) -> None:

@@ -7,9 +7,10 @@ Every text is a `Text`, since names of models and tensors may hold square bracke
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Iterable, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +35,12 @@ _CATEGORIES = {
     Category.RUNTIME: ("R", "runtime", "white on bright_black"),
 }
 """Letter, word and style of what a byte is held for, in the order in which bars show them."""
+_JUSTIFIED: tuple[JustifyMethod, ...] = ("left", "right", "left", "right", "left")
+"""Columns of the phases: name, bytes, bar, seconds, what bounds them."""
+_PHASE_COLUMNS = (
+    2 + len("> backward") + 2 + len("1023 GiB") + 2 + len("|") + 2 + 2 + len("bandwidth")
+)
+"""Columns of a phase's line without the bar and the seconds."""
 _VERDICTS = {
     Verdict.FITS: "bold green",
     Verdict.TIGHT: "bold yellow",
@@ -42,21 +49,41 @@ _VERDICTS = {
 
 
 def document_screen(document: Document, *, width: int) -> RenderableType:
-    """Return `document` as a screen of `width` columns; the last line repeats the answer."""
+    """Return `document` as a screen of `width` columns, all but its last line, `next_step`."""
     fits = document.verdict is not Verdict.DOES_NOT_FIT
     parts = [_verdict(document)]
     if not fits:
-        parts.append(_alternatives(document, "What would fit" if document.alternatives else ""))
+        parts.append(
+            _alternatives(document, "What would fit", width)
+            if document.alternatives
+            else _section("Nothing that was tried fits", Text("a smaller model or a larger card"))
+        )
     parts += [_card(document), _phases(document, width), _largest(document), _tuned(document)]
     if document.rehearsal is not None:
-        parts.append(_rehearsal(document))
+        parts.append(_rehearsal(document, width))
     if fits and document.alternatives:
-        parts.append(_alternatives(document, "Next best"))
+        parts.append(_alternatives(document, "Next best", width))
     if fits and document.trl_arguments:
         parts.append(_trl(document, width))
     if document.assumptions:
         parts.append(_section("Assumed", _rows(("-", text) for text in document.assumptions)))
-    return Group(*parts, _next(document))
+    return Group(*parts, Text())
+
+
+def next_step(document: Document) -> Text:
+    """Return the answer again, with the command to type next: one line, however long."""
+    verdict = (document.verdict.upper(), _VERDICTS[document.verdict])
+    if document.verdict is Verdict.DOES_NOT_FIT:
+        flags = next((other.flags for other in document.alternatives if other.flags), None)
+        if flags is None:
+            return Text.assemble(verdict, "  no flag makes it fit")
+        return Text.assemble(verdict, "  next: add ", (flags, "bold"))
+    if document.recipe_path is None:
+        return Text.assemble(
+            verdict, "  next: add -o RECIPE.toml, then grpo-lite train RECIPE.toml"
+        )
+    path = shlex.quote(document.recipe_path)
+    return Text.assemble(verdict, "  recipe written; next: ", (f"grpo-lite train {path}", "bold"))
 
 
 def _verdict(document: Document) -> RenderableType:
@@ -64,13 +91,15 @@ def _verdict(document: Document) -> RenderableType:
     method = f"LoRA rank {workload.lora_rank}" if workload.method == "lora" else "full fine-tuning"
     peak = format_bytes(memory.allocated_peak_bytes)
     budget_bytes = document.budget.card_bytes
-    sentence = f"{document.model} by GRPO, {method}, on {document.card}: needs {peak} of "
-    sentence += f"{format_bytes(budget_bytes)} (predicted)"
+    budget = format_bytes(budget_bytes)
+    sentence = f"{document.model} by GRPO, {method}, on {document.card}: "
     if document.verdict is Verdict.DOES_NOT_FIT:
         missing = format_bytes(memory.allocated_peak_bytes - budget_bytes)
-        sentence += f", {missing} are missing in {memory.peak.phase}"
+        sentence += f"{missing} too little; {memory.peak.phase} needs {peak} of {budget}"
     else:
-        sentence += f", {format_seconds(document.chosen.speed.seconds)} an update"
+        sentence += f"needs {peak} of {budget}"
+        sentence += f" and {format_seconds(document.chosen.speed.seconds)} an update"
+    sentence += " (predicted)"
     if document.verdict is Verdict.TIGHT:
         sentence += (
             f"; the prediction is good to {document.budget.uncertainty_fraction:.0%}, "
@@ -91,20 +120,23 @@ def _card(document: Document) -> RenderableType:
         )
         if num_bytes
     ]
-    taken = f" less {', '.join(held)}" if held else ""
-    share = document.num_trainable / document.num_parameters
+    after = f", after {', '.join(held)}" if held else ""
+    is_full = document.num_trainable == document.num_parameters
+    trained = "all" if is_full else f"{document.num_trainable:,}"
     lines = [
         (
             "model",
-            f"{document.num_parameters:,} parameters, {document.num_trainable:,} trained "
-            f"({share:.2%}); {document.model_note}",
+            _joined(
+                f"{document.num_parameters:,} parameters, {trained} trained", document.model_note
+            ),
         ),
-        ("card", f"{document.card_title}; {document.card_note}"),
         (
-            "",
-            f"{format_bytes(budget.total_bytes)} in all{taken}: "
-            f"{format_bytes(budget.card_bytes)} for this run",
+            "card",
+            _joined(
+                f"{document.card_title}, {format_bytes(budget.total_bytes)}", document.card_note
+            ),
         ),
+        ("", f"{format_bytes(budget.card_bytes)} for this run{after}"),
     ]
     return Group(Text(), _rows(lines))
 
@@ -114,9 +146,10 @@ def _phases(document: Document, width: int) -> RenderableType:
     memory, speed = document.chosen.memory, document.chosen.speed
     speeds = {phase.phase: phase for phase in speed.phases}
     table = Table.grid(padding=(0, 2, 0, 0))
-    for justify in ("left", "right", "left", "right", "left"):
+    for justify in _JUSTIFIED:
         table.add_column(justify=justify, no_wrap=True)
-    bar_columns = width - 48
+    time_columns = max(len(format_seconds(each)) for each in (speed.seconds, 10.0))
+    bar_columns = max(1, width - _PHASE_COLUMNS - time_columns)
     for estimate in memory.phases:
         is_peak = estimate is memory.peak
         timed = speeds.get(estimate.phase)
@@ -128,15 +161,15 @@ def _phases(document: Document, width: int) -> RenderableType:
             Text(timed.bound_by if timed else "", style="dim"),
         )
     table.add_row(
-        *(Text("  update"), Text(), Text()),
+        *(Text("  update"), Text()),
+        Text(f"{speed.tokens_per_s:,.0f} tokens/s"),
         Text(format_seconds(speed.seconds)),
-        Text(f"{speed.tokens_per_s:,.0f} tok/s"),
     )
     title = (
-        "Predicted by phase at the length caps: allocated bytes "
-        f"(| is the budget, {format_bytes(document.budget.card_bytes)}) and seconds"
+        "Predicted by phase, at the length caps "
+        f"(| is the budget, {format_bytes(document.budget.card_bytes)})"
     )
-    return _section(title, table, _legend(memory.phases, memory.peak))
+    return _section(title, table, _legend(memory.phases, memory.peak, width))
 
 
 def _bar(estimate: PhaseEstimate, document: Document, columns: int) -> Text:
@@ -156,18 +189,16 @@ def _bar(estimate: PhaseEstimate, document: Document, columns: int) -> Text:
     return Text.assemble(*cells)
 
 
-def _legend(phases: Sequence[PhaseEstimate], peak: PhaseEstimate) -> Text:
-    legend = Text("at the peak: ")
+def _legend(phases: Sequence[PhaseEstimate], peak: PhaseEstimate, width: int) -> Text:
+    """Return the letters with their bytes at the peak; those of other phases only come last."""
+    at_peak, elsewhere = [], []
     for category, (letter, word, style) in _CATEGORIES.items():
-        if num_bytes := peak.by_category.get(category, 0):
-            legend.append(letter, style=style)
-            legend.append(f" {word} {format_bytes(num_bytes)}  ")
-    for category, (letter, word, style) in _CATEGORIES.items():
-        elsewhere = any(phase.by_category.get(category) for phase in phases)
-        if elsewhere and not peak.by_category.get(category):
-            legend.append(letter, style=style)
-            legend.append(f" {word}  ")
-    return legend
+        num_bytes = peak.by_category.get(category, 0)
+        if num_bytes:
+            at_peak.append(Text.assemble((letter, style), f" {word} {format_bytes(num_bytes)}"))
+        elif any(phase.by_category.get(category) for phase in phases):
+            elsewhere.append(Text.assemble((letter, style), f" {word}"))
+    return _packed([Text("at the peak:"), *at_peak, *elsewhere], width - 2)
 
 
 def _largest(document: Document) -> RenderableType:
@@ -196,7 +227,7 @@ def _largest(document: Document) -> RenderableType:
             Text("="),
             Text.assemble(arithmetic, "  ", (what, "dim")),
         )
-    return _section(f"Largest at the peak: {peak.phase}, {peak.where}", table)
+    return _section(f"Largest at the peak ({peak.where})", table)
 
 
 def _tuned(document: Document) -> RenderableType:
@@ -208,33 +239,29 @@ def _tuned(document: Document) -> RenderableType:
         f"{plan.gradient_accumulation_steps}: not changed"
     )
     title = (
-        f"Tuned{nearest}: {document.num_candidates:,} plans priced in "
+        f"Tuned{nearest}: {document.num_candidates:,} plans priced, an answer in "
         f"{format_seconds(document.seconds)}"
     )
     table = _rows((choice.setting, choice.value, choice.reason) for choice in document.choices)
     return _section(title, table, Text(batch))
 
 
-def _rehearsal(document: Document) -> RenderableType:
+def _rehearsal(document: Document, width: int) -> RenderableType:
     assert document.rehearsal is not None
     parts = []
     for phase, measured_bytes in document.rehearsal.peak_bytes.items():
         estimate = document.chosen.memory.of(phase)
-        if estimate is not None:
+        if estimate is not None and measured_bytes:
             error = estimate.allocated_bytes / measured_bytes - 1
-            parts.append(f"{phase} {format_bytes(measured_bytes)} ({error:+.1%})")
+            parts.append(Text(f"{phase} {format_bytes(measured_bytes)} ({error:+.1%})"))
     title = (
         f"Rehearsed at full depth on fake tensors in {format_seconds(document.rehearsal.seconds)}"
-        " (prediction against it)"
+        " (error of the prediction)"
     )
-    return _section(title, Text(", ".join(parts)))
+    return _section(title, _packed(parts, width - 2))
 
 
-def _alternatives(document: Document, title: str) -> RenderableType:
-    if not title:
-        return _section(
-            "Nothing that was tried fits this card", Text("take a smaller model or a larger card")
-        )
+def _alternatives(document: Document, title: str, width: int) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -244,52 +271,50 @@ def _alternatives(document: Document, title: str) -> RenderableType:
             Text(format_bytes(other.peak_bytes)),
             Text(format_seconds(other.seconds)),
             Text(other.verdict, style=_VERDICTS[other.verdict]),
-            _alternative_words(other),
+            _alternative_words(other, width - 40),
         )
     starred = any(other.changes_experiment for other in document.alternatives)
     note = "; * is another experiment" if starred else ""
     return _section(f"{title} (predicted peak, time of an update{note})", table)
 
 
-def _alternative_words(other: Alternative) -> Text:
+def _alternative_words(other: Alternative, columns: int) -> Text:
     words = Text(f"{'* ' if other.changes_experiment else ''}{other.description}")
     if other.flags:
-        words.append("  ")
+        words.append("  " if len(words) + len(other.flags) < columns else "\n")
         words.append(other.flags, style="bold")
     return words
 
 
 def _trl(document: Document, width: int) -> RenderableType:
-    """Return the arguments as Python that can be pasted, packed into lines of `width`."""
-    lines = ["config = GRPOConfig("]
-    line = "   "
-    for name, value in document.trl_arguments.items():
-        argument = f" {name}={value!r},"
-        if len(line) + len(argument) > width and line.strip():
-            lines.append(line)
-            line = "   "
-        line += argument
-    return Group(
-        Text(), Text("The same in TRL", style="bold"), Text("\n".join([*lines, line, ")"]))
-    )
-
-
-def _next(document: Document) -> RenderableType:
-    verdict = Text(document.verdict.upper(), style=_VERDICTS[document.verdict])
-    if document.verdict is Verdict.DOES_NOT_FIT:
-        fitting = [other for other in document.alternatives if other.flags]
-        words = Text("add to the command: " if fitting else "no flag makes this fit")
-        words.append(fitting[0].flags if fitting else "", style="bold")
-    elif document.recipe_path is None:
-        words = Text("add -o RECIPE.toml to keep this plan, then: grpo-lite train RECIPE.toml")
-    else:
-        path = shlex.quote(document.recipe_path)
-        words = Text.assemble("recipe written; next: ", (f"grpo-lite train {path}", "bold"))
-    return Group(Text(), _rows([(verdict, words)]))
+    """Return the arguments as Python that can be pasted: flush left, lines whole."""
+    arguments = [Text(f"{name}={value!r},") for name, value in document.trl_arguments.items()]
+    body = _packed(arguments, width - 4, between=" ").plain
+    code = f"config = GRPOConfig(\n{textwrap.indent(body, '    ')}\n)"
+    return Group(Text(), Text("The same in TRL", style="bold"), Text(code))
 
 
 def _section(title: str, *body: RenderableType) -> RenderableType:
     return Group(Text(), Text(title, style="bold"), Padding(Group(*body), (0, 0, 0, 2)))
+
+
+def _joined(text: str, note: str) -> str:
+    return f"{text}; {note}" if note else text
+
+
+def _packed(items: Sequence[Text], columns: int, *, between: str = "  ") -> Text:
+    """Return `items` in lines of at most `columns`, none broken."""
+    packed, used = Text(), 0
+    for item in items:
+        if used and used + len(between) + len(item) > columns:
+            packed.append("\n")
+            used = 0
+        elif used:
+            packed.append(between)
+            used += len(between)
+        packed.append_text(item)
+        used += len(item)
+    return packed
 
 
 def _rows(rows: Iterable[Sequence[str | Text]]) -> Table:
