@@ -41,6 +41,7 @@ class Progress:
         self._total_steps = total_steps
         self._budget_bytes = budget_bytes
         self._console = console
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._rewards: deque[float] = deque(maxlen=BAR_COLUMNS)
         self._decision: Decision | None = None
@@ -51,7 +52,7 @@ class Progress:
         )
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self._is_live:
             self._live.start()
             self._live.update(Text(f"step 0/{self._total_steps}", style="dim"), refresh=True)
         return self
@@ -69,7 +70,7 @@ class Progress:
         """Show a finished update."""
         self._recent_s.append(record.total_s)
         self._rewards.append(record.reward)
-        if self._console.is_terminal:
+        if self._is_live:
             self._live.update(self._screen(record), refresh=True)
         else:
             self._line(self._step_line(record))

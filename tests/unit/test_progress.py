@@ -109,6 +109,15 @@ def test_a_step_whose_numbers_are_not_finite_is_shown(terminal):
     assert "reward nan" in output.file.getvalue()
 
 
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch):
+    """A live display shows nothing there until the run is over."""
+    monkeypatch.setenv("TERM", "dumb")
+    output = console(terminal=True)
+    with Progress(10, 3 * GIB, output) as progress:
+        progress.step(STEP)
+        assert output.file.getvalue().startswith("step  1/10  reward 0.500")
+
+
 def test_time_left_follows_the_recent_steps():
     """Completions grow during training: the mean over the whole run would promise too much."""
     output = console()
