@@ -57,22 +57,7 @@ def chunked_logprobs(
 
     Products are in the compute dtype: autocast's where it is on, else that of `hidden_NH`.
     All else (softmax, sums, the gradient of the weight over chunks) is in fp32.
-    Saved for backward: the inputs and 2 fp32 numbers per token (3 with entropy).
-
-    Peak bytes per logit of one chunk (C x V logits alive), in forward and in backward:
-        fp32 compute   4 = the fp32 logits, reduced or turned into their gradient in place
-        bf16 compute   6 = fp32 4 + the product before it is widened (forward), or the gradient
-                       narrowed for its products (backward) 2
-        softcap        8 in backward: its slope is a second fp32 buffer (forward as above)
-        entropy        + 4 in backward if a gradient arrives through it (forward: nothing)
-    Beside the chunk:
-        a copy [V, H] of the weight in the compute dtype, once per forward and once per backward,
-        if the weight has another dtype (bf16 autocast over an fp32 weight: 2 bytes);
-        in backward [N, H] in hidden's dtype, and if the weight is trained one fp32 [V, H], cast
-        at the end to the weight's dtype if that is another.
-        With bf16 compute the product for the weight is added slab by slab, each no larger than
-        the fp32 logits that are gone by then (or 4096 rows of the vocabulary); so each chunk's part
-        is rounded to bf16 once before it is summed in fp32.
+    What it holds, in bytes per logit: see `_ChunkedLogprobs`.
 
     `head.add_into_grad`: where the weight is a leaf that has an fp32 `.grad` when backward comes
     (accumulation), the head's part is added to it in place and no second [V, H] exists.
@@ -104,10 +89,9 @@ def chunked_logprobs(
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
     )
-    with _no_autocast(hidden_NH.device.type):
-        logprobs_N, entropies_N = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's
-            hidden_NH, head.weight_VH, head.bias_V, targets_N, rule
-        )
+    logprobs_N, entropies_N = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's
+        hidden_NH, head.weight_VH, head.bias_V, targets_N, rule
+    )
     return logprobs_N, entropies_N
 
 
@@ -154,14 +138,32 @@ def _rule(
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    # The compute dtype is explicit here; autocast would narrow what must stay fp32.
+    # Backward may be called inside autocast though forward was not: products would be narrowed.
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """See `chunked_logprobs`. Backward recomputes each chunk's logits."""
+    """`chunked_logprobs` as autograd sees it; backward makes each chunk's logits again.
+
+    Saved for backward: the inputs and 2 fp32 numbers per token (3 with entropy).
+
+    Peak bytes per logit of one chunk (C x V logits alive), in forward and in backward:
+        fp32 compute   4 = the fp32 logits, reduced or turned into their gradient in place
+        bf16 compute   6 = fp32 4 + the product before it is widened (forward), or the gradient
+                       narrowed for its products (backward) 2
+        softcap        8 in backward: its slope is a second fp32 buffer (forward as above)
+        entropy        + 4 in backward if a gradient arrives through it (forward: nothing)
+    Beside the chunk:
+        a copy [V, H] of the weight in the compute dtype, once per forward and once per backward,
+        if the weight has another dtype (bf16 autocast over an fp32 weight: 2 bytes);
+        in backward [N, H] in hidden's dtype, and if the weight is trained one fp32 [V, H], cast
+        at the end to the weight's dtype if that is another.
+        With bf16 compute the product for the weight is added slab by slab, each no larger than
+        the fp32 logits that are gone by then (or 4096 rows of the vocabulary); so each chunk's part
+        is rounded to bf16 once before it is summed in fp32.
+    """
 
     @staticmethod
     def forward(

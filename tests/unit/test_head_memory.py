@@ -145,6 +145,16 @@ def test_autocast_computes_in_its_dtype_and_adds_in_fp32():
     assert [grad.dtype for grad in inside_grads] == [torch.float32, torch.float32]
 
 
+def test_backward_called_inside_autocast_keeps_the_forward_s_dtype():
+    """fp32 scores whose gradient is computed in bf16 would be neither experiment."""
+    hidden, head, targets = make_case(torch.float32)
+    loss = score(hidden, head, targets)[0].sum()
+    wanted = torch.autograd.grad(loss, [hidden, head.weight_VH], retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad(loss, [hidden, head.weight_VH])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fake_tensors_run_it_whole_with_a_short_last_chunk(dtype):
     """The predictor traces this code without data: a number read would stop it."""
