@@ -154,7 +154,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bf16 compute   6 = fp32 4 + the product before it is widened (forward), or the gradient
                        narrowed for its products (backward) 2
         softcap        8 in backward: its slope is a second fp32 buffer (forward as above)
-        entropy        + 4 in backward if a gradient arrives through it (forward: nothing)
+        entropy        8 in backward (12 with softcap) if a gradient arrives through it, else
+                       nothing more
     Beside the chunk:
         a copy [V, H] of the weight in the compute dtype, once per forward and once per backward,
         if the weight has another dtype (bf16 autocast over an fp32 weight: 2 bytes);

@@ -55,6 +55,7 @@ PROMISES = {
     "fp32 entropy": (torch.float32, None, True, 4, 8),
     "bf16 entropy": (torch.bfloat16, None, True, 6, 8),
     "fp32 softcap entropy": (torch.float32, 30.0, True, 4, 12),
+    "bf16 softcap entropy": (torch.bfloat16, 30.0, True, 6, 12),
 }
 
 
