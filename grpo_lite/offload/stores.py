@@ -1,0 +1,98 @@
+"""Where blocks go when they leave the card: the contract of a store, and the store in RAM.
+
+A store knows records of bytes by key; whether they are gradients or optimizer state it does not
+know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from grpo_lite.offload.memory import HostMemory
+
+
+class BlockStore(Protocol):
+    """Records of fixed size by integer key, lent to one user at a time.
+
+    Contract:
+        `fetch` lends the record's memory (flat uint8, host) to the caller, who may change it in
+        place until `put` gives it back; nobody else touches it meanwhile.
+        What was put last under a key is what `fetch` lends next, byte by byte, or `StoreError`:
+        never other bytes.
+        `put` may return before the record has reached its place; `settle` waits for that.
+        An error of a write is raised at a later call, the record stays in RAM, and the next call
+        tries again: after `StoreError` the caller may free space and go on where it stopped.
+        One thread at a time calls a store. `close` frees memory and files and may come twice.
+    """
+
+    read_bytes: int
+    """Bytes read from the store's medium so far; 0 where it is memory."""
+    written_bytes: int
+    """Bytes written to the store's medium so far; 0 where it is memory."""
+
+    def prefetch(self, key: int) -> None:
+        """Begin to bring record `key` near if a buffer is free; never waits."""
+        ...
+
+    def fetch(self, key: int, *, fresh: bool = False) -> torch.Tensor:
+        """Lend record `key`; `fresh`: its old bytes are not needed and may be anything."""
+        ...
+
+    def put(self, key: int, *, changed: bool = True) -> None:
+        """Take record `key` back; `changed=False`: the caller only read it."""
+        ...
+
+    def is_moving(self, key: int) -> bool:
+        """Return whether record `key` is on its way to its place."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that was put has reached its place."""
+        ...
+
+    def close(self) -> None:
+        """Free memory and files."""
+        ...
+
+
+class PinnedStore:
+    """A `BlockStore` in RAM: records are lent where they lie, nothing is copied.
+
+    The records are pageable; what crosses the link goes through the pinned ring of `link`, since
+    pinning records of 768 MiB would take 1 GiB each.
+    """
+
+    def __init__(self, sizes: Mapping[int, int], memory: HostMemory) -> None:
+        """Allocate a record of `sizes[key]` bytes for each key."""
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self._records = {key: memory.record(num_bytes) for key, num_bytes in sizes.items()}
+        self._memory = memory
+        self._lent: set[int] = set()
+
+    def prefetch(self, key: int) -> None:
+        """Do nothing: the record is near."""
+
+    def fetch(self, key: int, *, fresh: bool = False) -> torch.Tensor:  # contract
+        """Lend record `key` where it lies."""
+        assert key not in self._lent, f"record {key} is lent already"
+        self._lent.add(key)
+        return self._records[key]
+
+    def put(self, key: int, *, changed: bool = True) -> None:  # contract
+        """Take record `key` back."""
+        self._lent.remove(key)
+
+    def is_moving(self, key: int) -> bool:  # contract
+        """Return False: records do not move."""
+        return False
+
+    def settle(self) -> None:
+        """Return at once: records are always in their place."""
+
+    def close(self) -> None:
+        """Free the records."""
+        self._records = {}
