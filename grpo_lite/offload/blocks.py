@@ -133,9 +133,7 @@ def lay_out(parameters: Sequence[ParameterShape], *, block_bytes: int = BLOCK_BY
     """
     distinct = _distinct(parameters)
     if not distinct:
-        raise UsageError(
-            "nothing to train: no parameter has elements and requires a gradient"
-        )
+        raise UsageError("nothing to train: no parameter has elements and requires a gradient")
     smallest = SPLIT_ELEMENTS * max(shape.element_bytes for shape in distinct)
     if block_bytes < smallest:
         raise UsageError(

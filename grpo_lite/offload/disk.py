@@ -11,9 +11,8 @@ import errno
 import logging
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ import torch
 import xxhash
 
 from grpo_lite.errors import StoreError
+from grpo_lite.offload.blocks import BlockStatus
+from grpo_lite.offload.disk_buffers import Buffer, BufferRing, Use
 from grpo_lite.offload.disk_files import BlockFile, FileIO, claim_folder, release_folder
 from grpo_lite.offload.generations import Generations
 from grpo_lite.offload.memory import HostMemory
@@ -40,6 +41,8 @@ class DiskSettings:
     """Records in RAM at once: one read, one lent, one written."""
     num_slots: int = STATE_SLOTS
     """Copies of each record on disk; 1 for what nobody resumes from."""
+    largest_bytes: int = 0
+    """Size of the largest record that may be added later."""
     spare_bytes: int = 0
     """RAM that records may move to for good when the disk is full."""
     resume: bool = False
@@ -48,27 +51,6 @@ class DiskSettings:
     """Name of the store's own folder inside the user's; nothing outside it is ever removed."""
     io: FileIO = field(default_factory=FileIO)
     """The system calls."""
-
-
-class _Use(StrEnum):
-    IDLE = "idle"  # holds what is on disk under `key`, or nothing (key None)
-    READING = "reading"
-    LENT = "lent"
-    WRITING = "writing"
-    QUEUED = "queued"  # given back, waits until the last generation is committed
-    FAILED = "failed"  # holds the only copy of what a write could not store
-
-
-@dataclass(slots=True, kw_only=True)
-class _Buffer:
-    memory: torch.Tensor
-    key: int | None = None
-    use: _Use = _Use.IDLE
-    future: Future[None] | None = None
-    used_at: int = 0
-
-    def record(self, num_bytes: int) -> torch.Tensor:
-        return self.memory[:num_bytes]
 
 
 class DiskStore:
@@ -108,32 +90,22 @@ class DiskStore:
                 io=self.settings.io,
             )
             self._generations.take_up(resume=self.settings.resume)
-            self._files = {
-                key: BlockFile(
-                    self._folder / _file_name(key),
-                    self.settings.num_slots * num_bytes,
-                    self.settings.io,
-                )
-                for key, num_bytes in self._sizes.items()
-            }
+            self._files = {key: self._new_file(key, size) for key, size in self._sizes.items()}
         except BaseException:
             self._finalizer()
             raise
-        capacity = max(self._sizes.values())
-        self._buffers = [
-            _Buffer(memory=memory.record(capacity)) for _ in range(self.settings.num_buffers)
-        ]
+        largest = max([self.settings.largest_bytes, *self._sizes.values()])
+        self._ring = BufferRing(self.settings.num_buffers, record_bytes(largest), memory)
         self._in_ram: dict[int, torch.Tensor] = {}
         self._spare_bytes = self.settings.spare_bytes
-        self._clock = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grpo-lite-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="grpo-lite-write")
 
     def prefetch(self, key: int) -> None:
         """Begin to read record `key` if a buffer is free."""
-        if key in self._in_ram or self._find(key) or key not in self._generations.newest:
+        if key in self._in_ram or self._ring.find(key) or key not in self._generations.newest:
             return
-        buffer = self._free_buffer()
+        buffer = self._ring.free()
         if buffer is not None:
             self._start_reading(buffer, key)
 
@@ -142,16 +114,16 @@ class DiskStore:
         self._collect_failures()
         if key in self._in_ram:
             return self._in_ram[key]
-        buffer = self._find(key)
-        if buffer is not None and buffer.use is _Use.QUEUED:
+        buffer = self._ring.find(key)
+        if buffer is not None and buffer.use is Use.QUEUED:
             self.settle()
-        if buffer is None or buffer.use is _Use.WRITING:
+        if buffer is None or buffer.use is Use.WRITING:
             buffer = self._wait_for(key, fresh=fresh)
-        assert buffer.use is not _Use.LENT, f"record {key} is lent already"
-        if buffer.use is _Use.READING:
+        assert buffer.use is not Use.LENT, f"record {key} is lent already"
+        if buffer.use is Use.READING:
             self._finish_reading(buffer, key)
-        buffer.use = _Use.LENT
-        self._touch(buffer)
+        buffer.use = Use.LENT
+        self._ring.touch(buffer)
         return buffer.record(self._sizes[key])
 
     def put(self, key: int, *, changed: bool = True) -> None:
@@ -161,18 +133,41 @@ class DiskStore:
         be touched before.
         """
         if key not in self._in_ram:
-            buffer = self._find(key)
+            buffer = self._ring.find(key)
             assert buffer is not None, f"record {key} is not lent"
-            buffer.use = _Use.QUEUED if changed else _Use.IDLE
+            buffer.use = Use.QUEUED if changed else Use.IDLE
             if self._generations.is_pending:
                 self.settle()
             self._start_queued()
         self._collect_failures()
 
-    def is_moving(self, key: int) -> bool:
-        """Return whether record `key` is being read or written."""
-        buffer = self._find(key)
-        return buffer is not None and buffer.future is not None and not buffer.future.done()
+    def status(self, key: int) -> BlockStatus:
+        """Return whether record `key` is being written, being read, or lies in its place."""
+        buffer = self._ring.find(key)
+        if buffer is None or not buffer.is_busy:
+            return BlockStatus.STORED
+        return BlockStatus.FETCHING if buffer.use is Use.READING else BlockStatus.COPYING
+
+    def add(self, key: int, num_bytes: int) -> None:
+        """Reserve a file for record `key`."""
+        size = record_bytes(num_bytes)
+        assert size <= len(self._ring.buffers[0].memory), "buffers are made for the largest record"
+        self._files[key] = self._new_file(key, size)
+        self._sizes[key] = size
+        self._generations.add(key, _file_name(key))
+
+    def remove(self, key: int) -> None:
+        """Remove the file of record `key`; the next commit does not name it."""
+        self.settle()
+        buffer = self._ring.find(key)
+        if buffer is not None:
+            buffer.empty()
+        self._in_ram.pop(key, None)
+        self._generations.remove(key)
+        del self._sizes[key]
+        file = self._files.pop(key)
+        file.close()
+        file.path.unlink(missing_ok=True)
 
     @property
     def meta(self) -> dict[str, Any] | None:
@@ -222,40 +217,28 @@ class DiskStore:
         self._writer.shutdown()
         for file in self._files.values():
             file.close()
-        self._buffers = []
+        self._ring.buffers = []
         self._in_ram = {}
         self._finalizer()
 
+    def _new_file(self, key: int, size: int) -> BlockFile:
+        path = self._folder / _file_name(key)
+        return BlockFile(path, self.settings.num_slots * size, self.settings.io)
+
     # -- buffers ------------------------------------------------------------------------------
 
-    def _find(self, key: int) -> _Buffer | None:
-        return next((buffer for buffer in self._buffers if buffer.key == key), None)
-
-    def _touch(self, buffer: _Buffer) -> None:
-        self._clock += 1
-        buffer.used_at = self._clock
-
-    def _free_buffer(self) -> _Buffer | None:
-        """Return an idle buffer, the longest unused first."""
-        for buffer in self._buffers:
-            if buffer.use is _Use.WRITING and buffer.future is not None and _succeeded(buffer):
-                buffer.use = _Use.IDLE
-        idle = [buffer for buffer in self._buffers if buffer.use is _Use.IDLE]
-        return min(idle, key=lambda buffer: (buffer.key is not None, buffer.used_at), default=None)
-
-    def _wait_for(self, key: int, *, fresh: bool) -> _Buffer:
+    def _wait_for(self, key: int, *, fresh: bool) -> Buffer:
         """Return a buffer that holds or reads `key`, waiting for writes as long as it takes."""
-        buffer = self._find(key)
-        while buffer is None or buffer.use is _Use.WRITING:
-            buffer = buffer or self._free_buffer()
+        buffer = self._ring.find(key)
+        while buffer is None or buffer.use is Use.WRITING:
+            buffer = buffer or self._ring.free()
             if buffer is None:
                 buffer = self._oldest_busy()
-            if buffer.use is _Use.IDLE:
+            if buffer.use is Use.IDLE:
                 break
-            assert buffer.future is not None
-            buffer.future.exception()
+            buffer.wait()
             self._collect_failures()
-            buffer = self._find(key)
+            buffer = self._ring.find(key)
         if buffer.key == key:
             return buffer
         if fresh:
@@ -264,40 +247,38 @@ class DiskStore:
             self._start_reading(buffer, key)
         return buffer
 
-    def _oldest_busy(self) -> _Buffer:
+    def _oldest_busy(self) -> Buffer:
         """Return the buffer whose write began first, or one that was fetched ahead, set free."""
-        if any(buffer.use is _Use.QUEUED for buffer in self._buffers):
+        if self._ring.having(Use.QUEUED):
             self.settle()
-        writing = [buffer for buffer in self._buffers if buffer.use is _Use.WRITING]
+        writing = self._ring.having(Use.WRITING)
         if writing:
             return min(writing, key=lambda buffer: buffer.used_at)
-        free = self._free_buffer()
+        free = self._ring.free()
         if free is not None:
             return free
-        reading = [buffer for buffer in self._buffers if buffer.use is _Use.READING]
+        reading = self._ring.having(Use.READING)
         assert reading, "every buffer is lent"
         latest = max(reading, key=lambda buffer: buffer.used_at)
-        assert latest.future is not None
-        latest.future.exception()
-        latest.key, latest.use, latest.future = None, _Use.IDLE, None
+        latest.wait()
+        latest.empty()
         return latest
 
     # -- reading ------------------------------------------------------------------------------
 
-    def _start_reading(self, buffer: _Buffer, key: int) -> None:
-        buffer.key, buffer.use = key, _Use.READING
-        self._touch(buffer)
+    def _start_reading(self, buffer: Buffer, key: int) -> None:
+        buffer.key, buffer.use = key, Use.READING
+        self._ring.touch(buffer)
         buffer.future = self._reader.submit(self._read, buffer, key)
 
-    def _read(self, buffer: _Buffer, key: int) -> None:
+    def _read(self, buffer: Buffer, key: int) -> None:
         size = self._sizes[key]
         self._files[key].read(_view(buffer.record(size)), self._generations.newest[key].slot * size)
         self.read_bytes += size
 
-    def _finish_reading(self, buffer: _Buffer, key: int) -> None:
+    def _finish_reading(self, buffer: Buffer, key: int) -> None:
         """Wait for the read of `buffer`; verify it, and read once more if it failed."""
-        assert buffer.future is not None
-        error = buffer.future.exception()
+        error = buffer.wait()
         if error is None and self._is_whole(buffer, key):
             return
         logger.warning("reading record %d again: %s", key, error or "its checksum is wrong")
@@ -310,35 +291,33 @@ class DiskStore:
                     hint="the disk or the file is damaged; go on from a saved state_dict",
                 )
         except BaseException:
-            buffer.key, buffer.use, buffer.future = None, _Use.IDLE, None
+            buffer.empty()
             raise
 
-    def _is_whole(self, buffer: _Buffer, key: int) -> bool:
+    def _is_whole(self, buffer: Buffer, key: int) -> bool:
         return _digest(buffer.record(self._sizes[key])) == self._generations.newest[key].digest
 
     # -- writing ------------------------------------------------------------------------------
 
     def _start_queued(self) -> None:
-        for buffer in self._buffers:
-            if buffer.use is _Use.QUEUED:
-                self._start_writing(buffer)
+        for buffer in self._ring.having(Use.QUEUED):
+            self._start_writing(buffer)
 
-    def _start_writing(self, buffer: _Buffer) -> None:
+    def _start_writing(self, buffer: Buffer) -> None:
         key = buffer.key
         assert key is not None
         size = self._sizes[key]
         copy = self._generations.begin_copy(key, _digest(buffer.record(size)))
-        buffer.use = _Use.WRITING
-        self._touch(buffer)
+        buffer.use = Use.WRITING
+        self._ring.touch(buffer)
         buffer.future = self._writer.submit(self._write, buffer, key, copy.slot * size)
 
     def _wait_for_writes(self) -> None:
-        for buffer in self._buffers:
-            if buffer.use is _Use.WRITING and buffer.future is not None:
-                buffer.future.exception()
+        for buffer in self._ring.having(Use.WRITING):
+            buffer.wait()
         self._collect_failures()
 
-    def _write(self, buffer: _Buffer, key: int, offset: int) -> None:
+    def _write(self, buffer: Buffer, key: int, offset: int) -> None:
         size = self._sizes[key]
         self._files[key].write(_view(buffer.record(size)), offset)
         self.written_bytes += size
@@ -350,20 +329,19 @@ class DiskStore:
         Raises:
             StoreError: a write has failed since the last call; its record stays in its buffer.
         """
-        for buffer in self._buffers:
-            if buffer.use is _Use.FAILED:
-                self._start_writing(buffer)
-        for buffer in self._buffers:
-            if buffer.use is not _Use.WRITING or buffer.future is None or not buffer.future.done():
+        for buffer in self._ring.having(Use.FAILED):
+            self._start_writing(buffer)
+        for buffer in self._ring.having(Use.WRITING):
+            if buffer.is_busy:
                 continue
-            error = buffer.future.exception()
+            error = buffer.wait()
             if error is None:
-                buffer.use = _Use.IDLE
+                buffer.use = Use.IDLE
             elif not self._demote(buffer, error):
-                buffer.use = _Use.FAILED
+                buffer.use = Use.FAILED
                 raise error
 
-    def _demote(self, buffer: _Buffer, error: BaseException) -> bool:
+    def _demote(self, buffer: Buffer, error: BaseException) -> bool:
         """Keep the record of `buffer` in spare RAM for good if the disk is full; return whether."""
         capacity = len(buffer.memory)
         full = isinstance(error, OSError) and error.errno in _DISK_FULL
@@ -378,13 +356,8 @@ class DiskStore:
             format_bytes(capacity),
         )
         buffer.memory = self._memory.record(capacity)
-        buffer.key, buffer.use, buffer.future = None, _Use.IDLE, None
+        buffer.empty()
         return True
-
-
-def _succeeded(buffer: _Buffer) -> bool:
-    future = buffer.future
-    return future is not None and future.done() and future.exception() is None
 
 
 def _file_name(key: int) -> str:

@@ -88,6 +88,17 @@ class Generations:
         self._committed = dict(manifest.copies)
         self.newest = dict(manifest.copies)
 
+    def add(self, key: int, name: str) -> None:
+        """Take a new record into the next generation."""
+        self._names[key] = name
+
+    def remove(self, key: int) -> None:
+        """Leave record `key` out of the next generation."""
+        del self._names[key]
+        self.newest.pop(key, None)
+        self._committed.pop(key, None)
+        self._unwritten.discard(key)
+
     def begin_copy(self, key: int, digest: str) -> Copy:
         """Return where to write record `key`: the slot that the generation on disk does not use."""
         slot = 0

@@ -48,6 +48,8 @@ class OffloadBudget:
     """In files; 0: no disk tier."""
     link_bytes: int = 0
     """Part of `host_bytes` that a pinned ring between card and RAM takes."""
+    resumable: bool = False
+    """Every state lives on disk, so that a killed run leaves a whole generation."""
 
     def __post_init__(self) -> None:
         for name in ("card_bytes", "host_bytes", "disk_bytes", "link_bytes"):
@@ -132,8 +134,8 @@ def tier_bytes(
         + link_bytes
         + total(summed, "accumulator_bytes")
         + total(host, "state_bytes")
-        + STATE_BUFFERS * _largest_record(blocks, disk, "state_bytes")
-        + GRADIENT_BUFFERS * _largest_record(blocks, spilled, "accumulator_bytes"),
+        + (STATE_BUFFERS * _buffer_bytes(blocks, "state_bytes") if disk else 0)
+        + (GRADIENT_BUFFERS * _buffer_bytes(blocks, "accumulator_bytes") if spilled else 0),
         disk_bytes=STATE_SLOTS * state_written + gradient_written,
         link_to_host_bytes=accumulation_steps * total(away, "gradient_bytes"),
         link_to_card_bytes=total(away, "gradient_bytes"),
@@ -147,11 +149,9 @@ def record_bytes(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _largest_record(blocks: Sequence[GradientBlock], indices: Sequence[int], attribute: str) -> int:
-    """Return the bytes of one buffer for any of `indices`; a page more, to begin on a page."""
-    if not indices:
-        return 0
-    return max(record_bytes(getattr(blocks[index], attribute)) for index in indices) + PAGE_BYTES
+def _buffer_bytes(blocks: Sequence[GradientBlock], attribute: str) -> int:
+    """Return the bytes of a buffer for any block; a page more, to begin on a page."""
+    return max(record_bytes(getattr(block, attribute)) for block in blocks) + PAGE_BYTES
 
 
 def priority(block: GradientBlock, *, num_blocks: int, importance: float) -> tuple[float, ...]:
@@ -187,6 +187,9 @@ def place(layout: Layout, budget: OffloadBudget, order: Sequence[int]) -> Placem
     Raises:
         UsageError: it does not fit; the message says what each tier would need.
     """
+    if budget.resumable:
+        rest = list(order)
+        return _checked_disk(layout, budget, rest, dict.fromkeys(rest, STATE_ON_DISK))
     rest = _after_card(layout, budget, order)
     homes = dict.fromkeys(order, ON_CARD) | dict.fromkeys(rest, ON_HOST)
     placement = _placement(homes)
@@ -200,6 +203,13 @@ def place(layout: Layout, budget: OffloadBudget, order: Sequence[int]) -> Placem
             hint="disk_dir=FOLDER opens the disk tier; "
             f"host_bytes={needed.host_bytes} would do without",
         )
+    return _checked_disk(layout, budget, rest, homes)
+
+
+def _checked_disk(
+    layout: Layout, budget: OffloadBudget, rest: Sequence[int], homes: dict[int, Home]
+) -> Placement:
+    """Return `homes` with as much of `rest` on disk as needed; refuse what still does not fit."""
     placement = _with_disk(layout, budget, rest, homes)
     needed = tier_bytes(layout, placement, link_bytes=budget.link_bytes)
     if needed.host_bytes > budget.host_bytes:
@@ -244,7 +254,8 @@ def _with_disk(
     homes = homes | dict.fromkeys(rest, STATE_ON_DISK)
     left = budget.host_bytes - tier_bytes(layout, _placement(homes)).host_bytes - budget.link_bytes
     if left >= 0:
-        for index in rest:  # RAM that is left goes to the states of the highest priority
+        ahead = () if budget.resumable else rest
+        for index in ahead:  # RAM that is left goes to the states of the highest priority
             left -= layout.blocks[index].state_bytes
             if left < 0:
                 break

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from grpo_lite.offload.blocks import BlockStatus
 from grpo_lite.offload.memory import HostMemory
 
 
@@ -45,8 +46,16 @@ class BlockStore(Protocol):
         """Take record `key` back; `changed=False`: the caller only read it."""
         ...
 
-    def is_moving(self, key: int) -> bool:
-        """Return whether record `key` is on its way to its place."""
+    def status(self, key: int) -> BlockStatus:
+        """Return where record `key` is: STORED, or on its way (COPYING there, FETCHING back)."""
+        ...
+
+    def add(self, key: int, num_bytes: int) -> None:
+        """Make room for a new record, not larger than the largest one, or raise `StoreError`."""
+        ...
+
+    def remove(self, key: int) -> None:
+        """Give up record `key` and its room."""
         ...
 
     def settle(self) -> None:
@@ -76,19 +85,28 @@ class PinnedStore:
     def prefetch(self, key: int) -> None:
         """Do nothing: the record is near."""
 
-    def fetch(self, key: int, *, fresh: bool = False) -> torch.Tensor:  # contract
+    def fetch(self, key: int, *, fresh: bool = False) -> torch.Tensor:
         """Lend record `key` where it lies."""
         assert key not in self._lent, f"record {key} is lent already"
         self._lent.add(key)
         return self._records[key]
 
-    def put(self, key: int, *, changed: bool = True) -> None:  # contract
+    def put(self, key: int, *, changed: bool = True) -> None:
         """Take record `key` back."""
         self._lent.remove(key)
 
-    def is_moving(self, key: int) -> bool:  # contract
-        """Return False: records do not move."""
-        return False
+    def status(self, key: int) -> BlockStatus:
+        """Return STORED: records do not move."""
+        assert key in self._records
+        return BlockStatus.STORED
+
+    def add(self, key: int, num_bytes: int) -> None:
+        """Allocate record `key`."""
+        self._records[key] = self._memory.record(num_bytes)
+
+    def remove(self, key: int) -> None:
+        """Free record `key`."""
+        del self._records[key]
 
     def settle(self) -> None:
         """Return at once: records are always in their place."""
