@@ -61,7 +61,10 @@ def reasoning_gym(
 
 def _first_integer(text: str) -> int | None:
     match = _INTEGER.search(text)
-    return int(match.group()) if match else None
+    try:
+        return int(match.group()) if match else None
+    except ValueError:  # Python refuses more than some 4300 digits, which a policy may well write
+        return None
 
 
 def _extract_answer(completion: str) -> str:

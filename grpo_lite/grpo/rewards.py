@@ -152,6 +152,13 @@ def _find_function(spec: str, files: dict[Path, ModuleType]) -> Callable[..., An
             if inspect.isfunction(value) and not name.startswith("_")
         ]
         raise unknown_name(f"function of {module_name}", function_name, known)
+    try:
+        inspect.signature(function)
+    except ValueError as error:
+        raise UsageError(
+            f"reward {spec} does not tell its arguments, so it cannot be called by name",
+            hint="wrap it in a function of your own",
+        ) from error
     return function  # type: ignore[no-any-return]
 
 
@@ -226,13 +233,24 @@ def _call_checked(
 def _checked_value(reward: Reward, value: object, example: Example) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, Real) or not math.isfinite(value):
+    number = _as_float(value)
+    if number is None or not math.isfinite(number):
         raise RewardError(
             f"reward {reward.name} returned {type(value).__name__} {_shown(value)} for prompt "
             f"{example.index} ({_shown(example.prompt_text)})",
             hint="a reward is a finite number, or None where it does not apply",
         )
-    return float(value)
+    return number
+
+
+def _as_float(value: object) -> float | None:
+    """Return a number (of numpy, too) as a float, infinite beyond its range; None for the rest."""
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _call(
