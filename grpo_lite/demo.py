@@ -85,11 +85,11 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
                 gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True
             )
             tokenizer.save_pretrained(unfinished)
-            if not folder.is_dir():
-                unfinished.rename(folder)
+            unfinished.rename(folder)
     except OSError as error:
+        # A folder that is there now is another process's: renaming onto it fails.
         if not folder.is_dir():
-            raise StoreError(f"cannot write {folder}: {error}") from error
+            raise StoreError(f"cannot convert {gguf_file} to {folder}: {error}") from error
 
 
 def _save_weights(gguf_file: Path, folder: Path) -> None:
