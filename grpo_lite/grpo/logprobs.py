@@ -19,7 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from grpo_lite.errors import UsageError
 
-_MIN_SLAB_ROWS = 4096
+_SLAB_ROWS = 4096
+"""Rows of the vocabulary whose weight gradient is narrow at once: a fixed number, so that a trace
+runs the same operations at every chunk size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -236,7 +238,6 @@ def _backward(
         )
     grad_bias_V = torch.zeros_like(bias_V, dtype=rule.wide_dtype) if needs_bias else None
     narrow_VH = weight_VH.to(rule.compute_dtype)
-    slab_rows = _slab_rows(weight_VH.shape, min(rule.chunk_tokens, hidden_NH.shape[0]))
     for rows in _chunks(hidden_NH.shape[0], rule.chunk_tokens):
         grad_CV = _grad_logits(
             _chunk_logits(hidden_NH[rows], narrow_VH, bias_V, rule),
@@ -259,7 +260,7 @@ def _backward(
             grad_hidden_NH[rows] = grad_CV @ narrow_VH
         if grad_weight_VH is not None:
             hidden_CH = hidden_NH[rows].to(rule.compute_dtype)
-            _add_product(grad_weight_VH, grad_CV, hidden_CH, slab_rows)
+            _add_product(grad_weight_VH, grad_CV, hidden_CH)
         # Else it would live on beside the next chunk's.
         del grad_CV
     if grad_weight_VH is not None:
@@ -338,23 +339,12 @@ def _existing_grad(weight_VH: torch.Tensor, rule: _Rule) -> torch.Tensor | None:
     return grad_VH if grad_VH is not None and grad_VH.dtype == rule.wide_dtype else None
 
 
-def _slab_rows(weight_shape: torch.Size, chunk_tokens: int) -> int:
-    """Return how many rows of the vocabulary have a narrow product no larger than the logits were.
-
-    rows * H * 2 bytes <= C * V * 4 bytes.
-    """
-    vocabulary, hidden = weight_shape
-    return min(vocabulary, max(_MIN_SLAB_ROWS, 2 * chunk_tokens * vocabulary // hidden))
-
-
-def _add_product(
-    sum_VH: torch.Tensor, grad_CV: torch.Tensor, hidden_CH: torch.Tensor, slab_rows: int
-) -> None:
+def _add_product(sum_VH: torch.Tensor, grad_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
     """Add grad.T @ hidden to `sum_VH` in place."""
     if sum_VH.dtype == grad_CV.dtype:
         sum_VH.addmm_(grad_CV.t(), hidden_CH)
         return
-    for slab in _chunks(sum_VH.shape[0], slab_rows):
+    for slab in _chunks(sum_VH.shape[0], _SLAB_ROWS):
         sum_VH[slab].add_(grad_CV[:, slab].t() @ hidden_CH)
 
 

@@ -5,9 +5,8 @@ a moment of a phase, given as how many of each term are alive.
 The peak of a phase is the largest instant; nothing is fitted, the counts and sizes are the trace's.
 Knows no torch, no model family and no card.
 
-Variables: rows B, tokens T (prompt + completion of a row), completion C, chunk K (tokens of the
-log-prob head that exist at once).
-In rollout T is the length of the cache (prefill: the prompt).
+Variables: rows, tokens (prompt + completion of a row; in rollout the length of the cache),
+completion, chunk (tokens whose logits exist at once) and last (tokens of the last chunk).
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import Any
 
 from grpo_lite.plan import Category
 
-VARIABLES = ("rows", "tokens", "completion", "chunk")
+VARIABLES = ("rows", "tokens", "completion", "chunk", "last")
 Monomial = tuple[int, ...]
-"""Exponents of VARIABLES: (1, 1, 0, 0) is rows x tokens."""
+"""Exponents of VARIABLES: (1, 1, 0, 0, 0) is rows x tokens."""
 Polynomial = Mapping[Monomial, float]
 """Coefficient by monomial."""
 
@@ -42,6 +41,11 @@ class Shape:
     """Completion tokens of a row."""
     chunk: int = 1
     """Completion tokens whose logits exist at once."""
+
+    @property
+    def last(self) -> int:
+        """Completion tokens of the last chunk."""
+        return (self.rows * self.completion - 1) % self.chunk + 1
 
     def monomial(self, exponents: Monomial) -> int:
         """Return the product of the variables to `exponents`."""

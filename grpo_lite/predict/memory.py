@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from grpo_lite.optimizers import optimizer_row
 from grpo_lite.plan import Category, Phase, Plan, Workload
-from grpo_lite.predict.footprint import Footprint, Shape, Term, evaluate, stage_name
+from grpo_lite.predict.footprint import Footprint, Shape, Term, Weights, evaluate, stage_name
 
 STEP_COUNTER_BYTES = 4
 """torch keeps one fp32 step count for each trained tensor (torch.optim.AdamW, fused)."""
@@ -69,10 +69,29 @@ class MemoryEstimate:
         return next((estimate for estimate in self.phases if estimate.phase is phase), None)
 
 
-def optimizer_state_bytes(footprint: Footprint, workload: Workload) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Peaks of one full-depth step of a plan on fake tensors."""
+
+    peak_bytes: Mapping[Phase, int]
+    """Allocated peak by phase."""
+    seconds: float
+    """How long the rehearsal took."""
+
+
+def micro_batch_shape(workload: Workload, plan: Plan) -> Shape:
+    """Return the shape of a micro-batch of `plan` whose rows are all at the length caps."""
+    return Shape(
+        rows=plan.micro_batch,
+        tokens=workload.num_tokens,
+        completion=workload.max_completion_length,
+        chunk=min(plan.logprob_chunk_tokens, plan.micro_batch * workload.max_completion_length),
+    )
+
+
+def optimizer_state_bytes(weights: Weights, workload: Workload) -> int:
     """Return the bytes of optimizer state on the card after the first step."""
     row = optimizer_row(workload.optimizer)
-    weights = footprint.weights
     return round(
         weights.num_trainable * row.state_bytes_per_parameter
         + weights.num_trainable_tensors * STEP_COUNTER_BYTES
@@ -91,12 +110,7 @@ def estimate_memory(footprint: Footprint, workload: Workload, plan: Plan) -> Mem
             completion=workload.max_completion_length,
         )
     )
-    shape = Shape(
-        rows=plan.micro_batch,
-        tokens=workload.num_tokens,
-        completion=workload.max_completion_length,
-        chunk=min(plan.logprob_chunk_tokens, plan.micro_batch * workload.max_completion_length),
-    )
+    shape = micro_batch_shape(workload, plan)
     if workload.needs_logprob_phase:
         phases.append(_worst(Phase.LOGPROB, footprint, workload, [("logprob", shape)]))
     phases.extend(estimate_micro_batch(footprint, workload, plan, shape))
@@ -110,7 +124,8 @@ def estimate_rollout(
     """Return the bytes of sampling `rows` completions at once, at these lengths in tokens."""
     moments = [("prefill", Shape(rows=rows, tokens=prompt))]
     if completion > 1:
-        moments.append(("decode", Shape(rows=rows, tokens=prompt + completion - 1)))
+        # The last token is drawn from a cache of all tokens but itself, one of them just fed.
+        moments.append(("decode", Shape(rows=rows, tokens=prompt + completion - 2)))
     return _worst(Phase.ROLLOUT, footprint, workload, moments)
 
 
@@ -190,7 +205,7 @@ def _static_bytes(
     if gradients:
         static[Category.GRADIENT] = footprint.weights.gradient_bytes
     if states:
-        static[Category.OPTIMIZER_STATE] = optimizer_state_bytes(footprint, workload)
+        static[Category.OPTIMIZER_STATE] = optimizer_state_bytes(footprint.weights, workload)
     return static
 
 

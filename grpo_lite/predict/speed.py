@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from grpo_lite.cards.profile import CardProfile
 from grpo_lite.plan import Phase, Plan, Workload
 from grpo_lite.predict.footprint import Footprint, Shape, Stage, evaluate, stage_name
-from grpo_lite.predict.memory import optimizer_state_bytes
+from grpo_lite.predict.memory import micro_batch_shape, optimizer_state_bytes
 
 ACHIEVED_FLOPS_FRACTION = 0.5
 """Assumed share of the profile's FLOP/s that whole transformer layers reach."""
@@ -79,12 +79,7 @@ def estimate_speed(
         flops_per_s=profile.flops_per_s[workload.dtype].value * ACHIEVED_FLOPS_FRACTION,
         bytes_per_s=profile.memory_bandwidth_bytes_per_s.value * ACHIEVED_BANDWIDTH_FRACTION,
     )
-    shape = Shape(
-        rows=plan.micro_batch,
-        tokens=workload.num_tokens,
-        completion=workload.max_completion_length,
-        chunk=min(plan.logprob_chunk_tokens, plan.micro_batch * workload.max_completion_length),
-    )
+    shape = micro_batch_shape(workload, plan)
     phases = [_rollout(footprint, workload, plan, rates)]
     if workload.needs_logprob_phase:
         repeats = plan.gradient_accumulation_steps * (workload.beta > 0) + (
@@ -135,7 +130,7 @@ def _step(footprint: Footprint, workload: Workload, rates: _Rates) -> PhaseSpeed
     """Read weights, gradients and states, write weights and states."""
     weights = footprint.weights
     trained_bytes = 4 * weights.num_trainable
-    state_bytes = optimizer_state_bytes(footprint, workload)
+    state_bytes = optimizer_state_bytes(weights, workload)
     moved_bytes = 2 * trained_bytes + weights.gradient_bytes + 2 * state_bytes
     seconds = {
         "bandwidth": workload.num_iterations * moved_bytes / rates.bytes_per_s,

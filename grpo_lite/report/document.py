@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_lite.cards.card import Budget
-from grpo_lite.plan import Phase
+from grpo_lite.predict.memory import Rehearsal
 from grpo_lite.search import Candidate, Verdict
 
 
@@ -42,16 +42,6 @@ class Alternative:
     """Whether it fits."""
     changes_experiment: bool = False
     """Whether the result of the training depends on it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
-    """Peaks of one full-depth step of the chosen plan on fake tensors."""
-
-    peak_bytes: Mapping[Phase, int]
-    """Allocated peak by phase."""
-    seconds: float
-    """How long the rehearsal took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,67 @@
+"""The model that is trained: how its weights lie on the card and which of them learn.
+
+The same functions prepare the real model of `train` and the fake one of a trace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grpo_lite.plan import Workload
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def weights_dtype(workload: Workload) -> torch.dtype:
+    """Return the dtype in which the base weights are loaded.
+
+    Full fine-tuning keeps fp32 masters: at RL learning rates bf16 weights lose 98 % of the updates.
+    The frozen base of an adapter is kept in the compute dtype.
+    """
+    return torch.float32 if workload.method == "full" else _DTYPES[workload.dtype]
+
+
+def autocast(workload: Workload, device: torch.device) -> torch.autocast:
+    """Return the context in which the model computes."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=workload.dtype == "bfloat16")
+
+
+def add_adapters(model: Any, workload: Workload) -> Any:
+    """Return `model` with LoRA adapters on all linear layers but the head, or as it is."""
+    if workload.method != "lora":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=workload.lora_rank,
+        lora_alpha=workload.lora_alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
+
+
+def prepare_policy(model: Any, workload: Workload) -> None:
+    """Set which parameters learn and how the model runs: train mode, no cache by default."""
+    if workload.method == "full":
+        for parameter in model.parameters():
+            parameter.requires_grad_()
+    model.config.use_cache = False
+    model.train()
+
+
+def set_checkpointing(model: Any, *, enabled: bool) -> None:
+    """Make backward recompute each layer's forward, or not."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if enabled:
+        enable = getattr(
+            inner, "activation_checkpointing_enable", inner.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
+        return
+    disable = getattr(
+        inner, "activation_checkpointing_disable", inner.gradient_checkpointing_disable
+    )
+    disable()

@@ -1,0 +1,134 @@
+"""Optimizer state that stays on the card, stepped block by block so that a step can resume.
+
+An out-of-memory in the middle of an optimizer's step leaves some parameters updated; a plain retry
+would update them twice.
+Here each block is recorded as done, and a repeated call goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grpo_lite.optimizers import OptimizerRow
+
+BLOCK_BYTES = 2**27
+"""Gradient bytes of one block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    gradient_norm: float
+    """Global L2 norm before clipping."""
+    skipped: bool
+    """Whether the gradients were not finite, so that nothing was changed."""
+
+
+class ResidentEngine:
+    """Gradients and optimizer state of `parameters`, all on the card."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        row: OptimizerRow,
+        *,
+        learning_rate: float,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.max_grad_norm = max_grad_norm
+        module, _, name = row.constructor.partition(":")
+        make = getattr(importlib.import_module(module), name)
+        arguments = dict(row.arguments)
+        self._blocks = [
+            make(block, lr=learning_rate, weight_decay=weight_decay, **arguments)
+            for block in _blocks(self.parameters)
+        ]
+        self._done: set[int] = set()
+        self._clipped: set[int] = set()
+        self._norm: float | None = None
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Use `learning_rate` from the next step on."""
+        for optimizer in self._blocks:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+
+    def step(self) -> StepResult:
+        """Clip by the global norm and update each block once.
+
+        If an exception ends it, the next call resumes behind the last finished block.
+        Non-finite gradients change nothing.
+        """
+        if self._norm is None:
+            self._norm = self._gradient_norm()
+        norm = self._norm
+        if not math.isfinite(norm):
+            self._norm = None
+            return StepResult(gradient_norm=norm, skipped=True)
+        for index, optimizer in enumerate(self._blocks):
+            if index in self._done:
+                continue
+            if index not in self._clipped:
+                self._clip(optimizer, norm)
+                self._clipped.add(index)
+            optimizer.step()
+            self._done.add(index)
+        self._done.clear()
+        self._clipped.clear()
+        self._norm = None
+        return StepResult(gradient_norm=norm, skipped=False)
+
+    def zero_grad(self) -> None:
+        """Free all gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the optimizer state of each block."""
+        return [optimizer.state_dict() for optimizer in self._blocks]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restore what `state_dict` returned."""
+        for optimizer, state in zip(self._blocks, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def _gradient_norm(self) -> float:
+        """Return the global L2 norm, summed in fp64 over per-tensor fp32 norms."""
+        squares = [
+            float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)) ** 2
+            for parameter in self.parameters
+            if parameter.grad is not None
+        ]
+        return math.sqrt(sum(squares))
+
+    def _clip(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
+        if self.max_grad_norm is None or norm <= self.max_grad_norm:
+            return
+        scale = self.max_grad_norm / (norm + 1e-6)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+
+def _blocks(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Return `parameters` in runs of at most BLOCK_BYTES of gradient; a larger one is alone."""
+    blocks: list[list[torch.nn.Parameter]] = []
+    filled_bytes = BLOCK_BYTES
+    for parameter in parameters:
+        num_bytes = parameter.numel() * parameter.element_size()
+        if filled_bytes + num_bytes > BLOCK_BYTES:
+            blocks.append([])
+            filled_bytes = 0
+        blocks[-1].append(parameter)
+        filled_bytes += num_bytes
+    return blocks

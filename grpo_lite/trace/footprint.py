@@ -1,0 +1,157 @@
+"""The footprint of (model, workload): shallow traces at a few shapes, unrolled to the full depth.
+
+`rehearse` runs one full-depth step of a plan and returns its true peaks on fake tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+from grpo_lite.plan import Phase, Plan, Workload
+from grpo_lite.predict.footprint import Footprint, Shape, Stage, Weights
+from grpo_lite.predict.memory import Rehearsal, micro_batch_shape, optimizer_state_bytes
+from grpo_lite.trace.build import FakeModel, build_fake, layer_period, measure_weights, shorten
+from grpo_lite.trace.recorder import Recording, running_peaks
+from grpo_lite.trace.steps import record_logprobs, record_micro_batch, record_rollout
+from grpo_lite.trace.unroll import Depth, NotSteady, TermTable, make_stages
+
+_MICRO_SHAPES = (
+    Shape(rows=101, tokens=307, completion=97, chunk=3907),
+    Shape(rows=127, tokens=211, completion=113, chunk=5881),
+    Shape(rows=149, tokens=401, completion=89, chunk=5167),
+)
+"""Shapes with nothing in common, each with two full head chunks and a shorter third.
+
+Numbers of this size leave one formula for every tensor, and fake tensors cost nothing to grow.
+"""
+
+_ROLLOUT_SHAPES = (
+    Shape(rows=101, tokens=307),
+    Shape(rows=127, tokens=211),
+    Shape(rows=149, tokens=401),
+)
+
+
+def trace_footprint(name: str, config: Any, workload: Workload) -> Footprint:
+    """Return what a step of `workload` keeps in memory on the model of the transformers `config`.
+
+    Raises:
+        CannotTrace: the model's step does not run alike at every shape or layer.
+    """
+    period = layer_period(config)
+    # What layers share (a rotary table, a mask) dies with the first of its kind in backward, which
+    # then is not like the later ones: the repeated layers come after one of each kind.
+    try:
+        return _trace_at(_depth(config, first_repeated=1), name, config, workload)
+    except NotSteady:
+        return _trace_at(_depth(config, first_repeated=period + 1), name, config, workload)
+
+
+def _trace_at(depth: Depth, name: str, config: Any, workload: Workload) -> Footprint:
+    fake = build_fake(shorten(config, depth.traced_layers), workload)
+    vocabulary = config.get_text_config().vocab_size
+    table = TermTable()
+    stages: dict[str, Stage] = {}
+
+    def add(shapes: Sequence[Shape], recordings: list[Recording]) -> None:
+        stages.update(make_stages(shapes, recordings, depth, table, vocabulary))
+
+    add(_ROLLOUT_SHAPES, [record_rollout(fake, workload, shape) for shape in _ROLLOUT_SHAPES])
+    if workload.needs_logprob_phase:
+        add(_MICRO_SHAPES, [record_logprobs(fake, workload, shape) for shape in _MICRO_SHAPES])
+    for checkpointing in (False, True):
+        recordings = [
+            record_micro_batch(fake, workload, shape, checkpointing=checkpointing)
+            for shape in _MICRO_SHAPES
+        ]
+        add(_MICRO_SHAPES, recordings)
+    stages.pop("end", None)
+    stages.pop("end/accumulating", None)
+    return Footprint(
+        model=name,
+        weights=_full_weights(config, workload, depth, measure_weights(fake.model)),
+        terms=tuple(table.terms),
+        stages=stages,
+        num_layers=config.num_hidden_layers,
+        traced_layers=depth.traced_layers,
+        versions={
+            package: metadata.version(package) for package in ("torch", "transformers", "peft")
+        },
+    )
+
+
+def _depth(config: Any, *, first_repeated: int) -> Depth:
+    """Return how the full depth is made of a shallow one.
+
+    The first and the last layers are traced as they are, and between them those that repeat are
+    traced twice, so that their repetition is checked and not assumed.
+    """
+    layers: int = config.num_hidden_layers
+    period = layer_period(config)
+    shallow = first_repeated + 2 * period + 1
+    shallow += (layers - shallow) % period
+    extra_periods = max(0, (layers - shallow) // period)
+    return Depth(
+        traced_layers=layers if extra_periods == 0 else shallow,
+        period=period,
+        first_repeated=first_repeated,
+        extra_periods=extra_periods,
+    )
+
+
+def _full_weights(config: Any, workload: Workload, depth: Depth, shallow: Weights) -> Weights:
+    """Return the weights of the full model: the shallow one's and those of the repeated layers."""
+    if depth.extra_periods == 0:
+        return shallow
+    fewer = build_fake(shorten(config, depth.traced_layers - depth.period), workload)
+    other = measure_weights(fewer.model)
+    grown = {
+        name: getattr(shallow, name)
+        + depth.extra_periods * (getattr(shallow, name) - getattr(other, name))
+        for name in Weights.__slots__
+    }
+    return replace(Weights(**grown), largest_gradient_bytes=shallow.largest_gradient_bytes)
+
+
+def rehearse(config: Any, workload: Workload, plan: Plan) -> Rehearsal:
+    """Run one step of `plan` at full depth and at the length caps on fake tensors.
+
+    Returns the allocated peak by phase as the ledger saw it, optimizer state included.
+    """
+    started_s = time.monotonic()
+    fake = build_fake(config, workload)
+    weights = measure_weights(fake.model)
+    resting_bytes = weights.parameter_bytes + optimizer_state_bytes(weights, workload)
+    peaks: dict[Phase, int] = {Phase.LOAD: weights.parameter_bytes}
+    peaks[Phase.ROLLOUT] = resting_bytes + _rollout_peak(fake, workload, plan)
+    shape = micro_batch_shape(workload, plan)
+    if workload.needs_logprob_phase:
+        peaks[Phase.LOGPROB] = resting_bytes + max(
+            running_peaks(record_logprobs(fake, workload, shape), accumulating=False).values()
+        )
+    accumulating = plan.gradient_accumulation_steps > 1
+    recording = record_micro_batch(fake, workload, shape, checkpointing=plan.gradient_checkpointing)
+    gradient_bytes = weights.gradient_bytes
+    for stage, peak_bytes in running_peaks(recording, accumulating=accumulating).items():
+        phase = next((p for p in (Phase.FORWARD, Phase.BACKWARD) if stage.startswith(p)), None)
+        if phase is not None:
+            peaks[phase] = resting_bytes + accumulating * gradient_bytes + peak_bytes
+    peaks[Phase.STEP] = resting_bytes + gradient_bytes
+    return Rehearsal(peak_bytes=peaks, seconds=time.monotonic() - started_s)
+
+
+def _rollout_peak(fake: FakeModel, workload: Workload, plan: Plan) -> int:
+    """Return the larger of prefill at the prompt's cap and decode at the full cache."""
+    prompt = Shape(rows=plan.rollout_batch, tokens=workload.max_prompt_length)
+    peak_bytes = running_peaks(record_rollout(fake, workload, prompt), accumulating=False)[
+        "prefill"
+    ]
+    if workload.max_completion_length > 1:
+        full = Shape(rows=plan.rollout_batch, tokens=workload.num_tokens - 2)
+        decode = running_peaks(record_rollout(fake, workload, full), accumulating=False)["decode"]
+        peak_bytes = max(peak_bytes, decode)
+    return peak_bytes
