@@ -112,7 +112,11 @@ class TierBytes:
 def tier_bytes(
     layout: Layout, placement: Placement, *, link_bytes: int = 0, accumulation_steps: int = 1
 ) -> TierBytes:
-    """Return the bytes that `placement` holds and moves with `accumulation_steps` micro-batches."""
+    """Return the bytes that `placement` holds and moves with `accumulation_steps` micro-batches.
+
+    Gradients on disk are counted as written once in each micro-batch, which holds where backward
+    makes them in the layout's order.
+    """
     blocks = layout.blocks
 
     def total(indices: Sequence[int], attribute: str) -> int:
@@ -261,7 +265,10 @@ def _with_disk(
                 break
             homes[index] = ON_HOST
         return _placement(homes)
-    for index in reversed(rest):
+    # a block of few pieces is filled in one visit; one that many layers' small tensors share is
+    # come back to by each of them
+    lowest_first = list(rest)[::-1]
+    for index in sorted(lowest_first, key=lambda index: len(layout.blocks[index].pieces)):
         homes[index] = ALL_ON_DISK
         needed = tier_bytes(layout, _placement(homes), link_bytes=budget.link_bytes).host_bytes
         if needed <= budget.host_bytes:

@@ -1,0 +1,448 @@
+"""The offloaded optimizer against its twin, bit by bit, on every tier and for many cuts."""
+
+import logging
+import math
+import signal
+
+import pytest
+import torch
+from offload_rig import HOMES, Twin, budgets, groups_of, loss_of, make_model, schedule
+
+from grpo_lite.errors import StoreError, UsageError
+from grpo_lite.offload.adamw import OffloadedAdamW
+from grpo_lite.offload.blocks import BlockStatus
+from grpo_lite.offload.placement import Tier
+
+LR = 3e-3
+
+
+def make(model, tier, folder, block_bytes=16_384, **options):
+    found = budgets(model, tier, block_bytes)
+    if found is None:
+        pytest.skip("three tiers need three blocks")
+    if "disk_bytes" in found:
+        found["disk_dir"] = folder
+    return OffloadedAdamW(groups_of(model), lr=LR, block_bytes=block_bytes, **{**found, **options})
+
+
+def update(model, optimizer, step, accumulation=4):
+    for micro in range(accumulation):
+        (loss_of(model, 100 * step + micro) / accumulation).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(left, right):
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_bytes"),
+    [
+        (torch.bfloat16, 2048),
+        (torch.bfloat16, 16_384),
+        (torch.bfloat16, 2**27),
+        (torch.float32, 8192),
+    ],
+)
+@pytest.mark.parametrize("tier", HOMES)
+def test_twenty_steps_give_the_same_bits_as_torch_on_fp32_masters(
+    tmp_path, tier, block_bytes, dtype
+):
+    """Offload may change where numbers lie, never the numbers."""
+    model, twin = make_model(dtype), Twin(make_model(dtype), LR)
+    optimizer = make(model, tier, tmp_path, block_bytes, max_grad_norm=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    clipped = 0
+    for step in range(20):
+        for micro in range(4):
+            (loss_of(model, 100 * step + micro) / 4).backward()
+            (loss_of(twin.model, 100 * step + micro) / 4).backward()
+            twin.accumulate()
+        norm = twin.norm64()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        report = optimizer.last_step
+        assert report.gradient_norm == pytest.approx(norm, rel=1e-6)
+        expected = max(1.0, (norm + 1e-6) / 1.0)
+        assert (report.gradient_divisor or 1.0) == pytest.approx(expected, rel=1e-6)
+        clipped += report.gradient_divisor is not None
+        twin.step(report.gradient_divisor)
+        assert_same(model.state_dict(), twin.model.state_dict())
+    assert clipped > 0
+    assert optimizer.completed_steps == 20
+    optimizer.close()
+
+
+def test_every_tier_of_these_tests_is_really_used(tmp_path):
+    """A tier test that runs on another tier would prove nothing."""
+    expected = {
+        "card": {(Tier.CARD, Tier.CARD)},
+        "ram": {(Tier.HOST, Tier.HOST)},
+        "disk": {(Tier.HOST, Tier.DISK)},
+        "gradients on disk too": {(Tier.DISK, Tier.DISK)},
+        "all three": {(Tier.CARD, Tier.CARD), (Tier.HOST, Tier.HOST), (Tier.HOST, Tier.DISK)},
+    }
+    for tier, homes in expected.items():
+        optimizer = make(make_model(), tier, tmp_path, block_bytes=4096)
+        found = {(home.gradient, home.state) for home in optimizer.engine.placement.homes}
+        assert homes == found, tier
+        optimizer.close()
+
+
+def test_host_memory_stays_within_the_budget(tmp_path):
+    for tier in HOMES:
+        model = make_model()
+        budget = budgets(model, tier, 16_384)["host_bytes"]
+        optimizer = make(model, tier, tmp_path)
+        update(model, optimizer, 0)
+        assert optimizer.tier_bytes().host_bytes <= budget
+        assert optimizer.engine.memory.allocated_bytes <= budget
+        optimizer.close()
+
+
+def test_gradients_do_not_stay_on_the_parameters():
+    model = make_model()
+    optimizer = make(model, "ram", None)
+    loss_of(model, 0).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    optimizer.zero_grad()
+    before = weights(model)
+    optimizer.step()
+    assert_same(before, weights(model))
+
+
+def test_a_gradient_set_by_hand_is_used():
+    model, other = make_model(torch.float32), make_model(torch.float32)
+    optimizer = make(model, "ram", None)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    second = make(other, "ram", None)
+    gradients = torch.autograd.grad(loss_of(other, 0), list(other.parameters()), allow_unused=True)
+    for parameter, gradient in zip(other.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    second.step()
+    assert_same(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+@pytest.mark.parametrize("tier", ["ram", "disk", "card"])
+def test_gradients_that_are_not_finite_change_nothing(tmp_path, tier, poison, caplog):
+    """One bad batch must not turn the weights into NaN."""
+    model = make_model()
+    optimizer = make(model, tier, tmp_path)
+    update(model, optimizer, 0)
+    before = weights(model)
+    saved = optimizer.engine.num_updates[:]
+    with caplog.at_level(logging.WARNING):
+        (loss_of(model, 5) * poison).backward()
+        optimizer.step()
+    assert optimizer.last_step.skipped
+    assert "step skipped" in caplog.text
+    assert_same(before, weights(model))
+    assert optimizer.engine.num_updates == saved
+    update(model, optimizer, 1)
+    assert not optimizer.last_step.skipped
+    optimizer.close()
+
+
+def test_an_unused_parameter_is_left_alone_and_counts_no_updates():
+    model = make_model()
+    optimizer = make(model, "ram", None)
+    update(model, optimizer, 0)
+    index = [shape.name for shape in optimizer.engine.layout.parameters].index("unused")
+    assert optimizer.engine.num_updates[index] == 0
+    assert (model.unused == 0).all()
+
+
+@pytest.mark.parametrize("tier", HOMES)
+@pytest.mark.parametrize("other_tier", ["ram", "disk"])
+def test_state_survives_saving_and_loading_into_another_tier_and_cut(tmp_path, tier, other_tier):
+    model = make_model()
+    optimizer = make(model, tier, tmp_path)
+    for step in range(3):
+        update(model, optimizer, step)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    saved = weights(model)
+    update(model, optimizer, 3)
+    expected = weights(model)
+    optimizer.close()
+    fresh = make_model(seed=9)
+    fresh.load_state_dict(saved)
+    again = make(fresh, other_tier, tmp_path, block_bytes=6400)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", mmap=True))
+    assert_same(saved, weights(fresh))
+    update(fresh, again, 3)
+    assert_same(expected, weights(fresh))
+    again.close()
+
+
+def test_state_of_torch_adamw_is_taken():
+    model, twin = make_model(torch.float32), Twin(make_model(torch.float32), LR)
+    for _ in range(3):
+        loss_of(twin.model, 0).backward()
+        twin.accumulate()
+        twin.step(None)
+    model.load_state_dict(twin.model.state_dict())
+    optimizer = make(model, "ram", None)
+    optimizer.load_state_dict(twin.optimizer.state_dict())
+    loss_of(model, 1).backward()
+    optimizer.step()
+    loss_of(twin.model, 1).backward()
+    twin.accumulate()
+    twin.step(None)
+    assert_same(model.state_dict(), twin.model.state_dict())
+
+
+def test_state_of_another_model_is_refused_before_anything_changes():
+    optimizer = make(make_model(width=36), "ram", None)
+    loss_of(make_model(), 0)
+    model = make_model()
+    other = make(model, "ram", None)
+    update(model, other, 0)
+    with pytest.raises(UsageError, match="elements"):
+        optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(UsageError, match="groups of"):
+        optimizer.load_state_dict(torch.optim.AdamW([torch.zeros(3)]).state_dict())
+
+
+def test_a_new_optimizer_has_no_state_like_torchs():
+    """Accelerate moves a new optimizer's state to the card: there must be nothing to move."""
+    assert make(make_model(), "ram", None).state_dict()["state"] == {}
+
+
+def test_weights_loaded_after_construction_are_the_masters():
+    model, other = make_model(seed=1), make_model(seed=2)
+    optimizer = make(model, "ram", None)
+    model.load_state_dict(other.state_dict())
+    second = make(other, "ram", None)
+    update(model, optimizer, 0)
+    update(other, second, 0)
+    assert_same(weights(model), weights(other))
+    with torch.no_grad():
+        model.layers[0].up.weight.add_(1)
+        other.layers[0].up.weight.add_(1)
+    optimizer.refresh_masters()
+    second.refresh_masters()
+    before = weights(model)
+    update(model, optimizer, 1)
+    assert (model.layers[0].up.weight - before["layers.0.up.weight"]).abs().max() < 0.1
+
+
+def test_a_closure_is_called_and_its_loss_returned():
+    model = make_model()
+    optimizer = make(model, "ram", None)
+
+    def closure():
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    expected = loss_of(model, 0).item()
+    assert optimizer.step(closure).item() == expected
+    assert optimizer.completed_steps == 1
+
+
+@pytest.mark.parametrize("tier", ["ram", "gradients on disk too"])
+def test_a_step_that_an_exception_ends_goes_on_and_repeats_no_block(tmp_path, tier):
+    """A block that is updated twice is wrong by a whole step, and nobody would notice."""
+    model, other = make_model(), make_model()
+    optimizer = make(model, tier, tmp_path / "a", **prepared(tmp_path / "a"))
+    second = make(other, tier, tmp_path / "b", **prepared(tmp_path / "b"))
+    for step in range(3):
+        for micro in range(2):
+            loss_of(model, 10 * step + micro).backward()
+            loss_of(other, 10 * step + micro).backward()
+        second.step()
+        fetch = optimizer.engine.states.fetch
+        calls = iter(range(100))
+
+        def failing(index, *, fresh=False, fetch=fetch, calls=calls):
+            if next(calls) in (2, 3, 7):
+                raise StoreError("out of order")
+            return fetch(index, fresh=fresh)
+
+        optimizer.engine.states.fetch = failing
+        failures = 0
+        while True:
+            try:
+                optimizer.step()
+                break
+            except StoreError:
+                failures += 1
+                assert optimizer.engine.is_interrupted
+                with pytest.raises(UsageError, match="interrupted"):
+                    loss_of(model, 99).backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+        optimizer.engine.states.fetch = fetch
+        assert failures == 3
+        assert_same(weights(model), weights(other))
+    optimizer.close()
+    second.close()
+
+
+def prepared(folder):
+    folder.mkdir()
+    return {}
+
+
+def test_ctrl_c_waits_for_the_end_of_the_block():
+    model, other = make_model(), make_model()
+    optimizer, second = make(model, "ram", None), make(other, "ram", None)
+    loss_of(model, 0).backward()
+    loss_of(other, 0).backward()
+    second.step()
+    update_block = optimizer.engine._update
+
+    def interrupted(index, *rest):
+        if index == 3:
+            signal.raise_signal(signal.SIGINT)
+        update_block(index, *rest)
+
+    optimizer.engine._update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert 3 not in optimizer.engine._progress.remaining
+    assert optimizer.engine._progress.remaining
+    optimizer.step()
+    assert_same(weights(model), weights(other))
+
+
+def test_blocks_leave_the_card_lowest_priority_first_and_numbers_stay(tmp_path):
+    model, other = make_model(), make_model()
+    optimizer = make(
+        model, "card", tmp_path, card_bytes=2**30, host_bytes=2_900_000, disk_dir=tmp_path
+    )
+    second = make(other, "ram", tmp_path)
+    for step in range(6):
+        update(model, optimizer, step)
+        update(other, second, step)
+        on_card = set(optimizer.engine.placement.blocks_with_state(Tier.CARD))
+        if step in (1, 2, 3):
+            needed = optimizer.tier_bytes().card_bytes
+            largest = optimizer.engine.layout.largest_gradient_bytes
+            target = largest if step == 3 else (needed + largest) // 2
+            moved = optimizer.set_card_bytes(target)
+            assert moved
+            assert optimizer.tier_bytes().card_bytes <= target
+            assert set(optimizer.engine.placement.blocks_with_state(Tier.CARD)) < on_card
+        if step == 4:
+            assert optimizer.set_card_bytes(2**30)
+    assert_same(weights(model), weights(other))
+    optimizer.close()
+
+
+def test_blocks_do_not_move_while_gradients_are_held():
+    model = make_model()
+    optimizer = make(model, "ram", None)
+    loss_of(model, 0).backward()
+    with pytest.raises(UsageError, match="gradients are held"):
+        optimizer.set_card_bytes(2**30)
+    optimizer.zero_grad()
+    assert optimizer.set_card_bytes(2**30)
+
+
+def test_a_killed_run_is_taken_up_at_its_last_whole_step(tmp_path):
+    model = make_model()
+    optimizer = make(model, "disk", tmp_path, resume=True)
+    for step in range(4):
+        update(model, optimizer, step)
+    optimizer.settle()
+    expected = weights(model)
+    optimizer.param_groups[0]["lr"] = 0.5
+    loss_of(model, 77).backward()  # dies before the step
+    optimizer.close()
+    fresh = make_model(seed=5)
+    again = make(fresh, "disk", tmp_path, resume=True)
+    assert again.completed_steps == 4
+    assert again.param_groups[0]["lr"] == LR
+    assert_same(expected, weights(fresh))
+    again.close()
+
+
+def test_status_tells_where_blocks_are(tmp_path):
+    model = make_model()
+    optimizer = make(model, "all three", tmp_path)
+    update(model, optimizer, 0)
+    optimizer.settle()
+    engine = optimizer.engine
+    for index, home in enumerate(engine.placement.homes):
+        on_card = home.state is Tier.CARD
+        assert engine.status(index) is (BlockStatus.ON_CARD if on_card else BlockStatus.STORED)
+    optimizer.close()
+
+
+def test_bytes_written_are_predicted_and_limited(tmp_path):
+    model = make_model()
+    options = budgets(model, "gradients on disk too", 4096)
+    optimizer = OffloadedAdamW(
+        model.named_parameters(), block_bytes=4096, disk_dir=tmp_path, **options
+    )
+    for step in range(3):
+        update(model, optimizer, step)
+        optimizer.settle()
+    predicted = optimizer.tier_bytes(accumulation_steps=4)
+    report = optimizer.last_step
+    assert report.written_bytes == pytest.approx(predicted.disk_written_bytes, rel=0.1)
+    assert report.read_bytes == pytest.approx(predicted.disk_read_bytes, rel=0.25)
+    assert report.read_bytes < predicted.disk_read_bytes  # buffers still hold the last records
+    optimizer.close()
+    limited = make(model, "disk", tmp_path, max_disk_write_bytes=3_000_000)
+    with pytest.raises(StoreError, match="next step would write"):  # noqa: PT012 # some step does
+        for step in range(9):
+            update(model, limited, step)
+    assert 0 < limited.completed_steps < 9
+    limited.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1}, "lr is -1"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"max_grad_norm": 0}, "max_grad_norm"),
+        ({"block_bytes": 0}, "block_bytes is 0"),
+        ({"block_bytes": -5}, "block_bytes is -5"),
+        ({"host_bytes": 2**50}, "available"),
+        ({"host_bytes": 100}, "host budget"),
+        ({"card_bytes": 100}, "card_bytes"),
+        ({"disk_dir": "/no/such/folder"}, "is not a folder"),
+        ({"resume": True}, "needs a disk_dir"),
+    ],
+)
+def test_bad_input_is_refused_before_training_starts(options, words):
+    with pytest.raises(UsageError, match=words) as refused:
+        OffloadedAdamW(make_model().named_parameters(), **options)
+    assert refused.value.hint or words in ("lr is -1", "betas")
+
+
+def test_parameters_that_cannot_be_cut_are_refused_by_name():
+    model = make_model()
+    model.layers[0].up.weight.data = model.layers[0].up.weight.data.t().contiguous().t()
+    with pytest.raises(UsageError, match=r"layers\.0\.up\.weight is not contiguous"):
+        OffloadedAdamW(model.named_parameters())
+    with pytest.raises(UsageError, match="float64"):
+        OffloadedAdamW(make_model(torch.float64).named_parameters())
+
+
+def test_a_parameter_that_is_thawed_later_is_refused_not_ignored():
+    model = make_model()
+    model.layers[0].up.weight.requires_grad_(False)
+    optimizer = OffloadedAdamW(model.named_parameters())
+    model.layers[0].up.weight.requires_grad_(True)
+    loss_of(model, 0).backward()
+    with pytest.raises(UsageError, match=r"layers\.0\.up\.weight has a gradient and was frozen"):
+        optimizer.step()
+
+
+def test_groups_cannot_be_added_later():
+    optimizer = OffloadedAdamW(make_model().parameters())
+    with pytest.raises(UsageError, match="laid out once"):
+        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
