@@ -174,6 +174,13 @@ class DiskStore:
         """What `commit` was given for the generation on disk; None where there is none."""
         return self._generations.meta
 
+    def discard(self) -> None:
+        """Give up what could not be written: nobody will read it before it is made anew."""
+        for buffer in self._ring.buffers:
+            lost = buffer.use is Use.WRITING and not buffer.is_busy and buffer.wait() is not None
+            if lost or buffer.use in (Use.FAILED, Use.QUEUED):
+                buffer.empty()
+
     def commit(self, meta: dict[str, Any], *, durable: bool = False) -> None:
         """Make what was put so far a whole generation once it is written; does not wait.
 

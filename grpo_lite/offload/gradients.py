@@ -114,6 +114,8 @@ class GradientBank:
         self._touched.clear()
         self._squares.clear()
         self._link.drain()
+        if self._disk is not None:
+            self._disk.discard()
         self._release_lent(changed=False)
 
     def sums_of_squares(self) -> list[float]:
