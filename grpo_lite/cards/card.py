@@ -35,6 +35,16 @@ class Budget:
     """RAM for blocks and loading; None: not limited by this run."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """What an out-of-memory error says, in bytes."""
+
+    asked_bytes: int | None
+    """The allocation that failed; None where the error does not say."""
+    shortfall_bytes: int
+    """How much was missing, as far as it is known; at least 1."""
+
+
 class Card(Protocol):
     """One accelerator, or a byte budget that acts as one.
 
@@ -82,8 +92,8 @@ class Card(Protocol):
         """Give cached, unused memory back to the driver."""
         ...
 
-    def is_oom(self, error: BaseException) -> bool:
-        """Return whether `error` says that this card is out of memory."""
+    def read_oom(self, error: BaseException) -> OutOfMemory | None:
+        """Return what `error` says of this card's memory; None if it is no out-of-memory error."""
         ...
 
     def empty_host(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:

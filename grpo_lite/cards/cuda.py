@@ -5,10 +5,14 @@ Knows CUDA's two ways of saying "out of memory" and nothing of plans.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from grpo_lite.cards.card import OutOfMemory
+from grpo_lite.units import parse_bytes
 
 _OOM_TEXTS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """What drivers and cuBLAS say when memory ends outside torch's allocator."""
@@ -57,11 +61,21 @@ class CudaCard:
         """Give cached, unused memory back to the driver."""
         torch.cuda.empty_cache()
 
-    def is_oom(self, error: BaseException) -> bool:
-        """Return whether torch, the driver or cuBLAS ran out of this card's memory."""
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        return isinstance(error, RuntimeError) and any(text in str(error) for text in _OOM_TEXTS)
+    def read_oom(self, error: BaseException) -> OutOfMemory | None:
+        """Return what torch, the driver or cuBLAS say is missing; None for any other error."""
+        if not isinstance(error, RuntimeError):
+            return None
+        text = str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and not any(t in text for t in _OOM_TEXTS):
+            return None
+        asked = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", text)
+        if asked is None:
+            return OutOfMemory(asked_bytes=None, shortfall_bytes=1)
+        asked_bytes = parse_bytes(asked.group(1))
+        free_bytes = self.budget_bytes - self.allocated_bytes()
+        return OutOfMemory(
+            asked_bytes=asked_bytes, shortfall_bytes=max(1, asked_bytes - max(0, free_bytes))
+        )
 
     def empty_host(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat pinned host tensor, pageable where pinning fails; shape [num_elements]."""

@@ -108,13 +108,17 @@ class StorageLedger:
 
     def _refuse(self, num_bytes: int) -> None:
         assert self.budget_bytes is not None
-        raise torch.OutOfMemoryError(
+        free_bytes = self.budget_bytes - self.allocated_bytes
+        error = torch.OutOfMemoryError(
             f"VirtualCard out of memory. Tried to allocate {format_bytes(num_bytes)}. "
             f"Of {format_bytes(self.budget_bytes)} in all, "
             f"{format_bytes(self.allocated_bytes)} is allocated, "
-            f"{format_bytes(self.budget_bytes - self.allocated_bytes)} is free "
-            f"({num_bytes} bytes asked, {self.budget_bytes - self.allocated_bytes} free)."
+            f"{format_bytes(free_bytes)} is free ({num_bytes} bytes asked, {free_bytes} free)."
         )
+        # Numbers for `VirtualCard.read_oom`, so that nobody has to read them out of the text.
+        error.asked_bytes = num_bytes  # type: ignore[attr-defined]  # a Python attribute of ours
+        error.free_bytes = free_bytes  # type: ignore[attr-defined]  # likewise
+        raise error
 
     def _remember(self, storage: torch.UntypedStorage, num_bytes: int, *, on_card: bool) -> _Entry:
         self.num_births += 1

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from grpo_lite.cards.card import OutOfMemory
 from grpo_lite.cards.ledger import StorageLedger
 
 
@@ -53,9 +54,15 @@ class VirtualCard:
     def release_cached(self) -> None:
         """Do nothing: a ledger caches nothing."""
 
-    def is_oom(self, error: BaseException) -> bool:
-        """Return whether the budget was broken."""
-        return isinstance(error, torch.OutOfMemoryError)
+    def read_oom(self, error: BaseException) -> OutOfMemory | None:
+        """Return by how much the budget was broken; None for any other error."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return None
+        asked_bytes = getattr(error, "asked_bytes", None)
+        free_bytes = getattr(error, "free_bytes", 0)
+        return OutOfMemory(
+            asked_bytes=asked_bytes, shortfall_bytes=max(1, (asked_bytes or 1) - free_bytes)
+        )
 
     def empty_host(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor that counts as host memory; shape [num_elements]."""

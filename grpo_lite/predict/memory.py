@@ -112,9 +112,19 @@ def estimate_memory(footprint: Footprint, workload: Workload, plan: Plan) -> Mem
     )
     shape = micro_batch_shape(workload, plan)
     if workload.needs_logprob_phase:
-        phases.append(_worst(Phase.LOGPROB, footprint, workload, [("logprob", shape)]))
-    phases.extend(estimate_micro_batch(footprint, workload, plan, shape))
-    phases.append(_static_phase(Phase.STEP, footprint, workload, where="gradients and states"))
+        phases.append(estimate_logprob(footprint, workload, shape))
+    phases.extend(
+        estimate_micro_batch(
+            footprint,
+            workload,
+            shape,
+            phase=phase,
+            checkpointing=plan.gradient_checkpointing,
+            accumulating=plan.gradient_accumulation_steps > 1,
+        )
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    phases.append(estimate_step(footprint, workload))
     return MemoryEstimate(phases=tuple(phases))
 
 
@@ -129,24 +139,31 @@ def estimate_rollout(
     return _worst(Phase.ROLLOUT, footprint, workload, moments)
 
 
+def estimate_logprob(footprint: Footprint, workload: Workload, shape: Shape) -> PhaseEstimate:
+    """Return the bytes of scoring a micro-batch of `shape` without gradient."""
+    return _worst(Phase.LOGPROB, footprint, workload, [("logprob", shape)])
+
+
 def estimate_micro_batch(
-    footprint: Footprint, workload: Workload, plan: Plan, shape: Shape
-) -> tuple[PhaseEstimate, PhaseEstimate]:
-    """Return the bytes of FORWARD and BACKWARD of a micro-batch of `shape`.
+    footprint: Footprint,
+    workload: Workload,
+    shape: Shape,
+    *,
+    phase: Phase,
+    checkpointing: bool,
+    accumulating: bool,
+) -> PhaseEstimate:
+    """Return the bytes of FORWARD or BACKWARD of a micro-batch of `shape`.
 
-    With accumulation the gradients of earlier micro-batches are there from the second on.
+    `accumulating`: gradients of an earlier micro-batch exist.
     """
-    accumulating = plan.gradient_accumulation_steps > 1
+    name = stage_name(phase.value, checkpointing=checkpointing, accumulating=accumulating)
+    return _worst(phase, footprint, workload, [(name, shape)], gradients=accumulating)
 
-    def of(phase: Phase) -> PhaseEstimate:
-        name = stage_name(
-            phase.value,
-            checkpointing=plan.gradient_checkpointing,
-            accumulating=accumulating,
-        )
-        return _worst(phase, footprint, workload, [(name, shape)], gradients=accumulating)
 
-    return of(Phase.FORWARD), of(Phase.BACKWARD)
+def estimate_step(footprint: Footprint, workload: Workload) -> PhaseEstimate:
+    """Return the bytes of the optimizer's step: all static bytes, and nothing beside them."""
+    return _static_phase(Phase.STEP, footprint, workload, where="gradients and states")
 
 
 def _worst(

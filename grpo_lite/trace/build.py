@@ -147,9 +147,13 @@ def answer_data_questions() -> Iterator[None]:
     with ExitStack() as stack:
         if hasattr(masking_utils, "find_packed_sequence_indices"):
             stack.enter_context(
-                mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+                mock.patch.object(masking_utils, "find_packed_sequence_indices", _not_packed)
             )
         yield
+
+
+def _not_packed(position_ids: torch.Tensor) -> None:
+    """Say that no sequences are packed; a plain function, since a Mock would keep the tensor."""
 
 
 def _materialise(model: torch.nn.Module, mode: FakeTensorMode) -> None:

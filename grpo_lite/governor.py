@@ -1,0 +1,260 @@
+"""Keeps an update inside the card's budget and carries it through an out-of-memory.
+
+Three laws: it recovers outside `except` (inside, the traceback keeps the tensors alive); the
+optimizer's step is never repeated, only resumed; and a rescued update is the same update, since
+all its gradients are thrown away and it is replayed with the random state it began with.
+What to do next is asked of `search.step_down`; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from grpo_lite.cards.card import Card, OutOfMemory
+from grpo_lite.errors import BudgetExceeded
+from grpo_lite.plan import Phase, Plan, Workload
+from grpo_lite.predict.footprint import Shape
+from grpo_lite.predict.memory import (
+    PhaseEstimate,
+    estimate_logprob,
+    estimate_micro_batch,
+    estimate_rollout,
+    estimate_step,
+)
+from grpo_lite.report.runlog import Decision
+from grpo_lite.search import Question, step_down
+from grpo_lite.units import format_bytes
+
+Result = TypeVar("Result")
+Report = Callable[[Decision], None]
+
+
+@dataclass(slots=True)
+class PhaseRecord:
+    """What one phase of one update took."""
+
+    seconds: float = 0.0
+    """Wall-clock seconds, all its parts together."""
+    measured_bytes: int = 0
+    """Largest allocated peak of its parts."""
+    predicted_bytes: int = 0
+    """The prediction for the part that made that peak."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """The phase that is under way."""
+
+    phase: Phase
+    began_s: float
+    predicted_bytes: int
+
+
+@dataclass(slots=True)
+class _Rescue:
+    """One out-of-memory, read off the error so that the error can be let go."""
+
+    oom: OutOfMemory
+    allocated_bytes: int
+
+
+@dataclass(slots=True)
+class Governor:
+    """Watches one run on one card; not for use from several threads."""
+
+    card: Card
+    """Where the run's tensors live."""
+    question: Question
+    """Footprint, profile and budget, for predictions and decisions."""
+    workload: Workload
+    """The experiment: never changed."""
+    plan: Plan
+    """How updates are run from now on."""
+    report: Report
+    """Told of every decision."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds."""
+    step: int = 0
+    """Number of the update under way, for the records."""
+    records: dict[Phase, PhaseRecord] = field(default_factory=dict)
+    """What the phases of this update took so far."""
+    _running: _Running | None = None
+    _num_micro_batches: int = 0
+
+    def begin_update(self, step: int) -> None:
+        """Start the records of update number `step`."""
+        self.leave()
+        self.step = step
+        self.records = {}
+        self._num_micro_batches = 0
+
+    def watch(self, phase: Phase, shape: Shape) -> None:
+        """Begin `phase` on `shape`: the one before ends, and a new peak is measured."""
+        self._num_micro_batches += phase is Phase.FORWARD
+        self._begin(phase, self._estimate(phase, shape).allocated_bytes)
+
+    def amend(self, shape: Shape) -> None:
+        """Say on what shape the phase under way really worked, once that is known."""
+        if self._running is not None:
+            estimate = self._estimate(self._running.phase, shape)
+            self._running.predicted_bytes = estimate.allocated_bytes
+
+    def leave(self) -> None:
+        """End the phase under way and record what it took."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        record = self.records.setdefault(running.phase, PhaseRecord())
+        record.seconds += self.clock() - running.began_s
+        measured_bytes = self.card.peak_bytes()
+        if measured_bytes > record.measured_bytes:
+            record.measured_bytes = measured_bytes
+            record.predicted_bytes = running.predicted_bytes
+
+    def attempt(
+        self, function: Callable[[Plan], Result], *, undo: Callable[[], None] | None = None
+    ) -> Result:
+        """Return `function(plan)`, tried again with a lower plan after each out-of-memory.
+
+        `function` begins its phases with `watch` and may be run again from its start; `undo`
+        throws away what a failed try has left (gradients).
+        Random state is restored before each new try.
+
+        Raises:
+            BudgetExceeded: no lower plan is left.
+        """
+        random_state = _random_state(self.card.device)
+        while True:
+            tried = self._try(lambda: function(self.plan))
+            if not isinstance(tried, _Rescue):
+                self.leave()
+                return tried
+            # Outside the handler: the error, its traceback and the frames it held are gone.
+            phase = self._abandon(undo)
+            _restore_random_state(self.card.device, random_state)
+            self._lower(phase, tried)
+
+    def finish(self, function: Callable[[], Result]) -> Result:
+        """Return `function()`, which resumes where it stopped if it is called again: the STEP.
+
+        Raises:
+            BudgetExceeded: it is out of memory again after all that could be freed was freed.
+        """
+        footprint = self.question.footprint
+        self._begin(Phase.STEP, estimate_step(footprint, self.workload).allocated_bytes)
+        last: _Rescue | None = None
+        while True:
+            tried = self._try(function)
+            if not isinstance(tried, _Rescue):
+                self.leave()
+                return tried
+            self._collect()
+            if last is not None and tried.allocated_bytes <= last.allocated_bytes:
+                raise self._out_of_moves(Phase.STEP, tried)
+            last = tried
+            self._tell(Phase.STEP, tried, self.plan, "resumed behind the last finished block")
+
+    def _try(self, function: Callable[[], Result]) -> Result | _Rescue:
+        """Return the result, or what an out-of-memory said; the error itself is let go."""
+        try:
+            return function()
+        except Exception as error:
+            oom = self.card.read_oom(error)
+            if oom is None:
+                raise
+            return _Rescue(oom=oom, allocated_bytes=self.card.allocated_bytes())
+
+    def _begin(self, phase: Phase, predicted_bytes: int) -> None:
+        self.leave()
+        self.card.reset_peak()
+        self._running = _Running(phase=phase, began_s=self.clock(), predicted_bytes=predicted_bytes)
+
+    def _estimate(self, phase: Phase, shape: Shape) -> PhaseEstimate:
+        footprint = self.question.footprint
+        if phase is Phase.ROLLOUT:
+            return estimate_rollout(
+                footprint,
+                self.workload,
+                rows=shape.rows,
+                prompt=shape.tokens - shape.completion,
+                completion=shape.completion,
+            )
+        if phase is Phase.LOGPROB:
+            return estimate_logprob(footprint, self.workload, shape)
+        return estimate_micro_batch(
+            footprint,
+            self.workload,
+            shape,
+            phase=phase,
+            checkpointing=self.plan.gradient_checkpointing,
+            accumulating=self._num_micro_batches > 1,
+        )
+
+    def _abandon(self, undo: Callable[[], None] | None) -> Phase:
+        """Throw away what the failed try left; return the phase in which it failed."""
+        running, self._running = self._running, None
+        self._num_micro_batches = 0
+        if undo is not None:
+            undo()
+        self._collect()
+        return Phase.ROLLOUT if running is None else running.phase
+
+    def _collect(self) -> None:
+        gc.collect()
+        self.card.release_cached()
+
+    def _lower(self, phase: Phase, rescue: _Rescue) -> None:
+        lower = step_down(
+            self.question, self.workload, self.plan, phase, rescue.oom.shortfall_bytes
+        )
+        if lower is None:
+            raise self._out_of_moves(phase, rescue)
+        before, self.plan = self.plan, lower
+        changed = before.changes_to(lower)
+        self._tell(phase, rescue, before, lower.reasons[next(iter(changed))])
+
+    def _tell(self, phase: Phase, rescue: _Rescue, before: Plan, reason: str) -> None:
+        changed = before.changes_to(self.plan)
+        self.report(
+            Decision(
+                step=self.step,
+                phase=phase,
+                kind="out of memory",
+                before={name: pair[0] for name, pair in changed.items()},
+                after={name: pair[1] for name, pair in changed.items()},
+                reason=reason,
+                asked_bytes=rescue.oom.asked_bytes,
+                allocated_bytes=rescue.allocated_bytes,
+                budget_bytes=self.card.budget_bytes,
+            )
+        )
+
+    def _out_of_moves(self, phase: Phase, rescue: _Rescue) -> BudgetExceeded:
+        asked = rescue.oom.asked_bytes
+        wanted = "an allocation" if asked is None else f"another {format_bytes(asked)}"
+        return BudgetExceeded(
+            f"{phase} needs {wanted} beside {format_bytes(rescue.allocated_bytes)} in a budget of "
+            f"{format_bytes(self.card.budget_bytes)}, and no lower plan is left "
+            f"(micro-batch {self.plan.micro_batch}, rollout batch {self.plan.rollout_batch})",
+            hint="a shorter --max-completion-length, --method lora, or a larger budget; "
+            "`grpo-lite fit` says which would fit",
+        )
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda
+
+
+def _restore_random_state(
+    device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]
+) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
