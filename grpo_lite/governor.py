@@ -130,6 +130,7 @@ class Governor:
             BudgetExceeded: no lower plan is left.
         """
         random_state = _random_state(self.card.device)
+        self._num_micro_batches = 0
         while True:
             tried = self._try(lambda: function(self.plan))
             if not isinstance(tried, _Rescue):

@@ -116,6 +116,25 @@ class Workload:
         return self.num_iterations > 1 or self.beta > 0
 
 
+def require_runnable(workload: Workload) -> None:
+    """Check that the loop can run `workload`.
+
+    Raises:
+        UsageError: it asks for something that only TRL has so far.
+    """
+    if workload.method == "full" and workload.beta > 0:
+        raise UsageError(
+            f"beta is {workload.beta:g} with full fine-tuning, which needs a second, frozen copy "
+            "of the model as reference; only adapters have theirs for free",
+            hint="--method lora, or --beta 0 (TRL's default)",
+        )
+    if workload.loss_type == "cispo" and workload.epsilon_high < 1:
+        raise UsageError(
+            f"epsilon_high is {workload.epsilon_high:g}, and for cispo it caps the ratio itself",
+            hint="epsilon_high = 5.0",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How an update is run: nothing here changes what is learnt, only memory and time."""

@@ -107,6 +107,27 @@ def enumerate_plans(workload: Workload) -> Iterator[Plan]:
                     )
 
 
+def least_memory(footprint: Footprint, workload: Workload) -> MemoryEstimate:
+    """Return the estimate of the plan that needs the least memory; if it does not fit, none does.
+
+    More rows at once never need less, but one micro-batch of all rows needs no gradients beside
+    its own: all divisions of the rows are looked at.
+    """
+    chunk = min(MIN_CHUNK_TOKENS, workload.max_completion_length)
+    plans = (
+        Plan(
+            micro_batch=micro_batch,
+            gradient_accumulation_steps=workload.num_rows // micro_batch,
+            gradient_checkpointing=True,
+            logprob_chunk_tokens=chunk,
+            rollout_batch=1,
+        )
+        for micro_batch in _divisors(workload.num_rows)
+    )
+    estimates = (estimate_memory(footprint, workload, plan) for plan in plans)
+    return min(estimates, key=lambda estimate: estimate.allocated_peak_bytes)
+
+
 def step_down(
     question: Question, workload: Workload, plan: Plan, phase: Phase, shortfall_bytes: int
 ) -> Plan | None:

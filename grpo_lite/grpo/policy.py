@@ -5,10 +5,12 @@ The same functions prepare the real model of `train` and the fake one of a trace
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo_lite.errors import UsageError
 from grpo_lite.plan import Workload
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -65,3 +67,33 @@ def set_checkpointing(model: Any, *, enabled: bool) -> None:
         inner, "activation_checkpointing_disable", inner.gradient_checkpointing_disable
     )
     disable()
+
+
+def load_model(folder: Path, config: Any, workload: Workload, device: torch.device) -> Any:
+    """Return the model in `folder`, with adapters if the workload has them, ready to train.
+
+    `config` is the transformers config that was planned with; nothing of the folder is executed.
+
+    Raises:
+        UsageError: weights of the model are missing in the folder.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=weights_dtype(workload),
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise UsageError(
+            f"{folder} lacks {len(missing)} weights of its model, {missing[0]} first",
+            hint="download the model again, or use a folder whose config.json matches its weights",
+        )
+    model = add_adapters(model.to(device), workload).to(device)
+    prepare_policy(model, workload)
+    return model

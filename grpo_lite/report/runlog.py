@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -57,6 +57,8 @@ class StepRecord:
     """Fields of the plan that finished the update."""
     allocated_bytes: int
     """Tensor bytes still alive after the update: growth from step to step is a leak."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means over the update of the loss's own figures: importance ratio, clipped shares, KL."""
 
     @property
     def peak_phase(self) -> Phase | None:

@@ -80,7 +80,7 @@ def next_step(document: Document) -> Text:
         return Text.assemble(verdict, "  next: add ", (flags, "bold"))
     if document.recipe_path is None:
         return Text.assemble(
-            verdict, "  next: add -o RECIPE.toml, then grpo-lite train RECIPE.toml"
+            verdict, "  next: add --recipe RECIPE.toml, then grpo-lite train RECIPE.toml"
         )
     path = shlex.quote(document.recipe_path)
     return Text.assemble(verdict, "  recipe written; next: ", (f"grpo-lite train {path}", "bold"))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -29,11 +29,18 @@ _MICRO_SHAPES = (
 Numbers of this size leave one formula for every tensor, and fake tensors cost nothing to grow.
 """
 
-_ROLLOUT_SHAPES = (
-    Shape(rows=101, tokens=307),
-    Shape(rows=127, tokens=211),
-    Shape(rows=149, tokens=401),
-)
+_SHORT_TOKENS = {307: 67, 211: 53, 401: 79}
+"""Tokens in place of those above for a sliding window that they would leave."""
+
+
+def traced_shapes(config: Any, workload: Workload) -> tuple[Shape, ...]:
+    """Return the shapes to trace at, on the side of the sliding window on which `workload` is."""
+    window = getattr(config, "sliding_window", None)
+    if not window or (window > max(_SHORT_TOKENS) and workload.num_tokens <= window):
+        return _MICRO_SHAPES
+    if workload.num_tokens <= window:
+        return tuple(replace(s, tokens=_SHORT_TOKENS[s.tokens]) for s in _MICRO_SHAPES)
+    return tuple(replace(s, tokens=s.tokens + window) for s in _MICRO_SHAPES)
 
 
 def trace_footprint(name: str, config: Any, workload: Workload) -> Footprint:
@@ -56,19 +63,19 @@ def _trace_at(depth: Depth, name: str, config: Any, workload: Workload) -> Footp
     vocabulary = config.get_text_config().vocab_size
     table = TermTable()
     stages: dict[str, Stage] = {}
+    shapes = traced_shapes(config, workload)
 
-    def add(shapes: Sequence[Shape], recordings: list[Recording]) -> None:
+    def add(record: Callable[[Shape], Recording], shapes: Sequence[Shape] = shapes) -> None:
+        recordings = [record(shape) for shape in shapes]
         stages.update(make_stages(shapes, recordings, depth, table, vocabulary))
 
-    add(_ROLLOUT_SHAPES, [record_rollout(fake, workload, shape) for shape in _ROLLOUT_SHAPES])
+    # A rollout knows rows and tokens only.
+    rollouts = [Shape(rows=shape.rows, tokens=shape.tokens) for shape in shapes]
+    add(lambda shape: record_rollout(fake, workload, shape), rollouts)
     if workload.needs_logprob_phase:
-        add(_MICRO_SHAPES, [record_logprobs(fake, workload, shape) for shape in _MICRO_SHAPES])
-    for checkpointing in (False, True):
-        recordings = [
-            record_micro_batch(fake, workload, shape, checkpointing=checkpointing)
-            for shape in _MICRO_SHAPES
-        ]
-        add(_MICRO_SHAPES, recordings)
+        add(lambda shape: record_logprobs(fake, workload, shape))
+    add(lambda shape: record_micro_batch(fake, workload, shape, checkpointing=False))
+    add(lambda shape: record_micro_batch(fake, workload, shape, checkpointing=True))
     stages.pop("end", None)
     stages.pop("end/accumulating", None)
     return Footprint(
