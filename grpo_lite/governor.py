@@ -18,7 +18,7 @@ import torch
 
 from grpo_lite.cards.card import Card, OutOfMemory
 from grpo_lite.errors import BudgetExceeded
-from grpo_lite.plan import Phase, Plan, Workload
+from grpo_lite.plan import Category, Phase, Plan, Workload
 from grpo_lite.predict.footprint import Shape
 from grpo_lite.predict.memory import (
     PhaseEstimate,
@@ -84,6 +84,10 @@ class Governor:
     """Number of the update under way, for the records."""
     records: dict[Phase, PhaseRecord] = field(default_factory=dict)
     """What the phases of this update took so far."""
+    largest_bytes: int = 0
+    """Largest allocated peak of the whole run, between phases too."""
+    has_states: bool = False
+    """Whether the optimizer's states exist: they are made in the first step."""
     _running: _Running | None = None
     _num_micro_batches: int = 0
 
@@ -97,13 +101,12 @@ class Governor:
     def watch(self, phase: Phase, shape: Shape) -> None:
         """Begin `phase` on `shape`: the one before ends, and a new peak is measured."""
         self._num_micro_batches += phase is Phase.FORWARD
-        self._begin(phase, self._estimate(phase, shape).allocated_bytes)
+        self._begin(phase, self._predict(phase, shape))
 
     def amend(self, shape: Shape) -> None:
         """Say on what shape the phase under way really worked, once that is known."""
         if self._running is not None:
-            estimate = self._estimate(self._running.phase, shape)
-            self._running.predicted_bytes = estimate.allocated_bytes
+            self._running.predicted_bytes = self._predict(self._running.phase, shape)
 
     def leave(self) -> None:
         """End the phase under way and record what it took."""
@@ -112,7 +115,7 @@ class Governor:
             return
         record = self.records.setdefault(running.phase, PhaseRecord())
         record.seconds += self.clock() - running.began_s
-        measured_bytes = self.card.peak_bytes()
+        measured_bytes = self._read_peak()
         if measured_bytes > record.measured_bytes:
             record.measured_bytes = measured_bytes
             record.predicted_bytes = running.predicted_bytes
@@ -153,6 +156,7 @@ class Governor:
         while True:
             tried = self._try(function)
             if not isinstance(tried, _Rescue):
+                self.has_states = True
                 self.leave()
                 return tried
             self._collect()
@@ -173,8 +177,20 @@ class Governor:
 
     def _begin(self, phase: Phase, predicted_bytes: int) -> None:
         self.leave()
+        self._read_peak()
         self.card.reset_peak()
         self._running = _Running(phase=phase, began_s=self.clock(), predicted_bytes=predicted_bytes)
+
+    def _read_peak(self) -> int:
+        peak_bytes = self.card.peak_bytes()
+        self.largest_bytes = max(self.largest_bytes, peak_bytes)
+        return peak_bytes
+
+    def _predict(self, phase: Phase, shape: Shape) -> int:
+        """Return the allocated peak of `phase` on `shape`, as things stand in this run."""
+        estimate = self._estimate(phase, shape)
+        states_bytes = estimate.by_category.get(Category.OPTIMIZER_STATE, 0)
+        return estimate.allocated_bytes - (0 if self.has_states else states_bytes)
 
     def _estimate(self, phase: Phase, shape: Shape) -> PhaseEstimate:
         footprint = self.question.footprint

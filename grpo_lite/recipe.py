@@ -64,6 +64,8 @@ class TrainingSettings:
     """Gradients are scaled down to this global norm."""
     seed: int = 0
     """Seed of sampling and data order."""
+    eval_samples: int = 4
+    """Completions for each held-out problem, before the first and after the last update."""
     save_steps: int = 0
     """A checkpoint every so many steps; 0: only at the end and when interrupted."""
 
@@ -74,7 +76,7 @@ class TrainingSettings:
         for name in ("steps", "learning_rate", "max_grad_norm"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("warmup_steps", "weight_decay", "save_steps"):
+        for name in ("warmup_steps", "weight_decay", "eval_samples", "save_steps"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 0")
 

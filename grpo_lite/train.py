@@ -41,6 +41,9 @@ from grpo_lite.run_folder import RunFolder, save_whole
 from grpo_lite.search import Question
 from grpo_lite.units import format_bytes
 
+_EVALUATION = 0
+"""Number of the update whose noise evaluations draw; updates count from 1."""
+
 
 @dataclass(slots=True)
 class Run:
@@ -52,9 +55,9 @@ class Run:
     policy: Policy
     engine: ResidentEngine
     tokenizer: Any
-    task: Task
     rewards: RewardSet
     prompts: dict[int, Prompt]
+    held_out: tuple[Prompt, ...]
     sampling: Sampling
     log: RunLog
     progress: Progress
@@ -194,9 +197,9 @@ def open_run(recipe: Recipe, inputs: Inputs, log: RunLog, progress: Progress) ->
             policy=policy,
             engine=engine,
             tokenizer=inputs.tokenizer,
-            task=inputs.task,
             rewards=inputs.rewards,
             prompts={prompt.example.index: prompt for prompt in inputs.train_prompts},
+            held_out=inputs.held_out,
             sampling=Sampling(
                 workload=recipe.workload,
                 eos_ids=_end_tokens(model, inputs.tokenizer),
@@ -275,17 +278,24 @@ def learning_rate(training: TrainingSettings, step: int) -> float:
     return training.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def evaluate(
-    run: Run, prompts: Sequence[Prompt], *, samples: int, seed: int, greedy: bool = False
-) -> float:
-    """Return the mean reward of `samples` completions of each of `prompts`."""
-    sampling = dataclasses.replace(run.sampling, greedy=greedy)
-    rows = [prompt for prompt in prompts for _ in range(samples)]
-    run.governor.leave()
-    batch = play(run.policy, rows, run.governor, sampling, (seed, 0))
+def evaluate(run: Run) -> float | None:
+    """Return the mean reward on the held-out problems, sampled as in training; None without any.
+
+    Draws the same noise each time, so that before and after differ by the weights alone.
+    """
+    samples = run.recipe.training.eval_samples
+    if not run.held_out or not samples:
+        return None
+    run.governor.begin_update(run.last_step)
+    rows = [prompt for prompt in run.held_out for _ in range(samples)]
+    seed = run.recipe.training.seed
+    batch = play(run.policy, rows, run.governor, run.sampling, (seed, _EVALUATION))
     totals = score(batch, rows, run.rewards, run.tokenizer).totals
     known = [total for total in totals if total is not None]
-    return sum(known) / max(1, len(known))
+    reward = sum(known) / max(1, len(known))
+    run.log.append("eval", {"step": run.last_step, "reward": reward, "samples": len(rows)})
+    _keep_peaks(run)
+    return reward
 
 
 def save_weights(run: Run, target: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+from rich.console import Console
 
 from grpo_lite.commands.flags import add_verbosity, positive
 from grpo_lite.plan import Phase
@@ -19,6 +20,7 @@ from grpo_lite.report.progress import Progress
 from grpo_lite.report.render import report_console
 from grpo_lite.report.runlog import RunLog
 from grpo_lite.run_folder import RunFolder, create_run_folder
+from grpo_lite.units import format_bytes
 
 
 def add_parser(commands: Any) -> None:
@@ -46,32 +48,51 @@ def run(options: argparse.Namespace) -> int:
     if options.card is not None:
         recipe = replace(recipe, card=options.card)
     path = options.output or Path("runs") / options.recipe.stem
-    train_recipe(recipe, path)
+    show_outcome(train_recipe(recipe, path), report_console(sys.stdout))
     return 0
 
 
-def train_recipe(recipe: Recipe, path: Path) -> RunFolder:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a finished run came to."""
+
+    folder: RunFolder
+    """Where everything lies."""
+    reward_before: float | None
+    """Mean held-out reward before the first update; None without held-out problems."""
+    reward_after: float | None
+    """The same after the last update."""
+    peaks: tuple[PeakRow, ...]
+    """Predicted and measured peaks by phase."""
+    largest_bytes: int
+    """The largest allocated peak of the whole run."""
+    budget_bytes: int
+    """What it was allowed."""
+
+
+def train_recipe(recipe: Recipe, path: Path) -> Outcome:
     """Train as `recipe` says and leave everything in the new folder `path`.
 
     Raises:
         KeyboardInterrupt: interrupted; log and a checkpoint of the last whole step are kept.
     """
-    from grpo_lite.train import open_run, read_inputs, save_weights, train_steps
+    from grpo_lite.train import evaluate, open_run, read_inputs, save_weights, train_steps
 
-    console = report_console(sys.stderr)
     inputs = read_inputs(recipe, Path(platformdirs.user_cache_path("grpo-lite")))
     folder = create_run_folder(path, recipe)
     budget_bytes = inputs.question.budget.card_bytes
     with (
         RunLog(folder.log) as log,
-        Progress(recipe.training.steps, budget_bytes, console) as progress,
+        Progress(recipe.training.steps, budget_bytes, report_console(sys.stderr)) as progress,
         open_run(recipe, inputs, log, progress) as opened,
     ):
         log.append("start", {"model": recipe.model, "card": recipe.card})
         reason = "failed"
         try:
             with opened.interrupts.caught():
+                before = evaluate(opened)
                 train_steps(opened, folder)
+                after = evaluate(opened)
             reason = "done"
         except KeyboardInterrupt:
             reason = "interrupted"
@@ -86,19 +107,38 @@ def train_recipe(recipe: Recipe, path: Path) -> RunFolder:
             log.append("end", {"reason": reason, "last_step": opened.last_step})
         save_weights(opened, folder.final)
     planned = estimate_memory(inputs.question.footprint, recipe.workload, recipe.plan)
-    rows = [
-        PeakRow(
-            phase=phase,
-            planned_bytes=_planned(planned, phase),
-            predicted_bytes=record.predicted_bytes,
-            measured_bytes=record.measured_bytes,
+    return Outcome(
+        folder=folder,
+        reward_before=before,
+        reward_after=after,
+        peaks=tuple(
+            PeakRow(
+                phase=phase,
+                planned_bytes=_planned(planned, phase),
+                predicted_bytes=record.predicted_bytes,
+                measured_bytes=record.measured_bytes,
+            )
+            for phase, record in opened.peaks.items()
+        ),
+        largest_bytes=opened.governor.largest_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def show_outcome(outcome: Outcome, out: Console) -> None:
+    """Print what a run came to: peaks, held-out rewards, where the weights are."""
+    out.print(peak_table(outcome.peaks))
+    share = outcome.largest_bytes / outcome.budget_bytes
+    out.print(
+        f"largest peak {format_bytes(outcome.largest_bytes)} (measured), "
+        f"{share:.0%} of the budget of {format_bytes(outcome.budget_bytes)}"
+    )
+    if outcome.reward_before is not None and outcome.reward_after is not None:
+        out.print(
+            f"held-out reward (measured, sampled): {outcome.reward_before:.3f} before, "
+            f"{outcome.reward_after:.3f} after"
         )
-        for phase, record in opened.peaks.items()
-    ]
-    out = report_console(sys.stdout)
-    out.print(peak_table(rows))
-    out.print(f"weights: {folder.final}\nlog: {folder.log}", soft_wrap=True)
-    return folder
+    out.print(f"weights: {outcome.folder.final}\nlog: {outcome.folder.log}", soft_wrap=True)
 
 
 def _planned(memory: MemoryEstimate, phase: Phase) -> int:

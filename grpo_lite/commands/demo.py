@@ -1,0 +1,124 @@
+"""`grpo-lite demo`: fit and train a real small model offline, and show that it learns in budget."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from rich.console import Console
+
+from grpo_lite.commands.flags import add_verbosity, positive
+from grpo_lite.commands.train import Outcome, show_outcome, train_recipe
+from grpo_lite.demo import prepare_demo_model
+from grpo_lite.errors import UsageError
+from grpo_lite.fit import FitRequest, fit
+from grpo_lite.plan import Workload
+from grpo_lite.recipe import Recipe, RewardSettings, TaskSettings, TrainingSettings, write_recipe
+from grpo_lite.report.render import render, report_console
+from grpo_lite.units import format_seconds
+
+CARD = "virtual:3GiB"
+WORKLOAD = Workload(
+    method="full",
+    prompts_per_step=8,
+    num_generations=8,
+    max_prompt_length=21,
+    max_completion_length=4,
+)
+TASK = TaskSettings(
+    name="reasoning_gym:chain_sum",
+    settings={
+        "prompt_style": "few_shot",
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_digits": 1,
+        "max_digits": 1,
+    },
+    held_out=64,
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add `demo` to the command line."""
+    parser = commands.add_parser(
+        "demo",
+        help="fit and train SmolLM2-135M offline inside 3 GiB",
+        description="Full fine-tuning of SmolLM2-135M by GRPO on sums, inside a budget of 3 GiB "
+        "on the CPU: fit, train, held-out accuracy before and after.",
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="FOLDER")
+    parser.add_argument("--card", default=CARD, metavar="NAME", help=f"default: {CARD}")
+    parser.add_argument("--steps", type=positive, default=25, metavar="N")
+    add_verbosity(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo and return its exit code."""
+    out = report_console(sys.stdout)
+    started_s = time.monotonic()
+    _make_room(options.output)
+    cache_dir = Path(platformdirs.user_cache_path("grpo-lite"))
+    model = prepare_demo_model(cache_dir, tell=lambda line: out.print(line, soft_wrap=True))
+    request = FitRequest(model=str(model), card=options.card, workload=WORKLOAD, method="full")
+    answer = fit(request, cache_dir=cache_dir)
+    chosen = answer.document.chosen
+    recipe = Recipe(
+        model=str(model),
+        card=options.card,
+        workload=chosen.workload,
+        plan=chosen.plan,
+        task=TASK,
+        reward=RewardSettings(functions=["first_integer"]),
+        training=TrainingSettings(steps=options.steps, learning_rate=1e-5, eval_samples=8),
+    )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    path = options.output.with_suffix(".toml")
+    write_recipe(recipe, path)
+    render(replace(answer.document, recipe_path=str(path)), "text", out)
+    out.print()
+    outcome = train_recipe(recipe, options.output)
+    out.print()
+    show_outcome(outcome, out)
+    _summarise(outcome, recipe, time.monotonic() - started_s, out)
+    return 0
+
+
+def _make_room(path: Path) -> None:
+    """Remove an earlier demo's folder, and nothing else.
+
+    Raises:
+        UsageError: there is something else in `path`.
+    """
+    if not path.exists():
+        return
+    if not (path / "recipe.toml").is_file():
+        raise UsageError(
+            f"{path} exists and is no run of the demo", hint="--output runs/another-demo"
+        )
+    shutil.rmtree(path)
+
+
+def _summarise(outcome: Outcome, recipe: Recipe, seconds: float, out: Console) -> None:
+    """Write demo.json and print it in words."""
+    errors = [abs(row.error_fraction) for row in outcome.peaks if row.error_fraction is not None]
+    summary = {
+        "accuracy_before": outcome.reward_before,
+        "accuracy_after": outcome.reward_after,
+        "budget_bytes": outcome.budget_bytes,
+        "measured_peak_bytes": outcome.largest_bytes,
+        "worst_phase_error": max(errors),
+        "steps": recipe.training.steps,
+        "seconds": round(seconds, 1),
+    }
+    text = json.dumps(summary)
+    (outcome.folder.path / "demo.json").write_text(text + "\n", encoding="utf-8")
+    out.print(f"the whole demo took {format_seconds(seconds)}")
+    out.print(text, soft_wrap=True, highlight=False)
