@@ -22,7 +22,7 @@ from grpo_lite.offload.blocks import BlockStatus, Layout, Piece
 from grpo_lite.offload.disk import DiskSettings
 from grpo_lite.offload.gradients import GradientBank
 from grpo_lite.offload.interrupt import interrupts_held
-from grpo_lite.offload.link import CHUNK_ELEMENTS, link_to
+from grpo_lite.offload.link import link_to
 from grpo_lite.offload.memory import HostMemory
 from grpo_lite.offload.placement import Placement, Tier, record_bytes, sweep
 from grpo_lite.offload.states import BlockStates
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STEP_ELEMENTS = 2**20
+"""Elements that are stepped at a time: new masters are still in the last-level cache when they are
+cast to weights, and threads have enough to do (smaller chunks cost 10 %, none at all 7 %)."""
 IMPORTANCE_DECAY = 0.9
 """Share of the old moving average that a step keeps."""
 
@@ -317,7 +320,7 @@ class BlockEngine:
         count = self._update_counts[state.device]
         count.fill_(progress.num_updates[piece.parameter])
         divisor = self._divisors[state.device] if progress.gradient_divisor is not None else None
-        step = CHUNK_ELEMENTS if state.device.type == "cpu" else piece.num_elements
+        step = STEP_ELEMENTS if state.device.type == "cpu" else piece.num_elements
         for start in range(0, piece.num_elements, step):
             chunk = slice(start, min(start + step, piece.num_elements))
             here = slice(piece.offset + chunk.start, piece.offset + chunk.stop)

@@ -19,7 +19,7 @@ from grpo_lite.offload.memory import HostMemory
 from grpo_lite.units import MIB
 
 CHUNK_ELEMENTS = 2**18
-"""Elements that are cast, summed or stepped at a time: 1 MiB of fp32 stays in a core's cache."""
+"""Elements that are cast or summed at a time: 1 MiB of fp32 stays in a core's cache."""
 SLOT_BYTES = 4 * MIB
 """One pinned slot; copies of this size reach the link's full speed."""
 NUM_SLOTS = 16
