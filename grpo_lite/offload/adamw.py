@@ -10,6 +10,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from grpo_lite.offload.intake import (
     require_numbers,
     trained_parameters,
 )
-from grpo_lite.offload.link import LINK_BYTES
+from grpo_lite.offload.link import IN_FLIGHT_BYTES, LINK_BYTES
 from grpo_lite.offload.placement import (
     OffloadBudget,
     TierBytes,
@@ -90,7 +91,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             weight_decay: decoupled weight decay.
             max_grad_norm: global L2 norm to clip to.
             card_bytes: for gradients and state on the card; None: as little as possible, the
-                largest gradient of one parameter.
+                largest gradient of one parameter (on CUDA one more, in flight).
             host_bytes: RAM for blocks and buffers; None: what is available, less 2 GiB.
             disk_dir: folder on a local disk that opens the disk tier.
             disk_bytes: of that disk; None: what is free.
@@ -116,11 +117,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
             parameter_shapes(self.param_groups, self._trained), block_bytes=block_bytes
         )
         on_cuda = self._trained[0].device.type == "cuda"
+        largest = layout.largest_gradient_bytes
+        in_flight = max(largest, IN_FLIGHT_BYTES) if on_cuda else 0
         self._budget = OffloadBudget(
-            card_bytes=layout.largest_gradient_bytes if card_bytes is None else card_bytes,
+            card_bytes=largest + in_flight if card_bytes is None else card_bytes,
             host_bytes=host_budget(host_bytes),
             disk_bytes=disk_budget(folder, disk_bytes, resume=resume),
             link_bytes=LINK_BYTES if on_cuda else 0,
+            in_flight_bytes=in_flight,
             resumable=resume,
         )
         placement = place(layout, self._budget, priority_order(layout))
@@ -137,6 +141,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     spare_bytes=self._budget.host_bytes - needed.host_bytes,
                     io=file_io or FileIO(),
                 ),
+                in_flight_bytes=in_flight,
                 max_grad_norm=max_grad_norm,
                 max_disk_write_bytes=max_disk_write_bytes,
             ),
@@ -241,6 +246,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.engine.layout,
             self.engine.placement,
             link_bytes=self._budget.link_bytes,
+            in_flight_bytes=self._budget.in_flight_bytes,
             accumulation_steps=accumulation_steps,
         )
 
@@ -259,13 +265,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 "blocks move between updates only, and gradients are held",
                 hint="call step(), or zero_grad() and repeat the update",
             )
-        budget = OffloadBudget(
-            card_bytes=card_bytes,
-            host_bytes=self._budget.host_bytes,
-            disk_bytes=self._budget.disk_bytes,
-            link_bytes=self._budget.link_bytes,
-            resumable=self._budget.resumable,
-        )
+        budget = replace(self._budget, card_bytes=card_bytes)
         order = priority_order(engine.layout, engine.importance)
         moved = engine.move(place(engine.layout, budget, order))
         before = format_bytes(self._budget.card_bytes)

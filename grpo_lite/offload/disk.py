@@ -195,7 +195,6 @@ class DiskStore:
 
     def settle(self) -> None:
         """Wait until all that was put is written and committed, trying failed writes again."""
-        self._collect_failures()
         self._wait_for_writes()
         self._generations.finish(self._writer, give_up=bool(self._in_ram))
         self._start_queued()
@@ -320,9 +319,12 @@ class DiskStore:
         buffer.future = self._writer.submit(self._write, buffer, key, copy.slot * size)
 
     def _wait_for_writes(self) -> None:
+        """Start failed writes again and wait for all, so that an error leaves none on its way."""
+        for buffer in self._ring.having(Use.FAILED):
+            self._start_writing(buffer)
         for buffer in self._ring.having(Use.WRITING):
             buffer.wait()
-        self._collect_failures()
+        self._note_failures()
 
     def _write(self, buffer: Buffer, key: int, offset: int) -> None:
         size = self._sizes[key]
@@ -331,13 +333,17 @@ class DiskStore:
         self._generations.end_copy(key)
 
     def _collect_failures(self) -> None:
-        """Start failed writes again; move records that the disk has no room for to spare RAM.
+        """Start failed writes again, and raise `StoreError` if one has failed since the last call.
 
-        Raises:
-            StoreError: a write has failed since the last call; its record stays in its buffer.
+        The record of a failed write stays in its buffer.
         """
         for buffer in self._ring.having(Use.FAILED):
             self._start_writing(buffer)
+        self._note_failures()
+
+    def _note_failures(self) -> None:
+        """Set free what is written; move to spare RAM what a full disk has no room for."""
+        first: BaseException | None = None
         for buffer in self._ring.having(Use.WRITING):
             if buffer.is_busy:
                 continue
@@ -346,7 +352,9 @@ class DiskStore:
                 buffer.use = Use.IDLE
             elif not self._demote(buffer, error):
                 buffer.use = Use.FAILED
-                raise error
+                first = first or error
+        if first is not None:
+            raise first
 
     def _demote(self, buffer: Buffer, error: BaseException) -> bool:
         """Keep the record of `buffer` in spare RAM for good if the disk is full; return whether."""

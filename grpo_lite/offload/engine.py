@@ -52,6 +52,8 @@ class EngineOptions:
     """Folder of the disk tier."""
     disk_settings: DiskSettings = field(default_factory=DiskSettings)
     """How the disk tier works."""
+    in_flight_bytes: int = 0
+    """Gradients on a CUDA card that may wait to be copied."""
     max_grad_norm: float | None = None
     """Global norm to clip to; None: no clipping."""
     max_disk_write_bytes: int | None = None
@@ -79,7 +81,7 @@ class BlockEngine:
         self.importance = [0.0] * len(layout.blocks)
         self.last_step: StepReport | None = None
         self._sensitivity = [0.0] * len(layout.blocks)
-        self._link = link_to(self.device, self.memory)
+        self._link = link_to(self.device, self.memory, in_flight_bytes=options.in_flight_bytes)
         with options.card.attach() if options.card is not None else nullcontext():
             self.states = BlockStates(
                 layout,

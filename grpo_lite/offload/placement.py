@@ -48,6 +48,8 @@ class OffloadBudget:
     """In files; 0: no disk tier."""
     link_bytes: int = 0
     """Part of `host_bytes` that a pinned ring between card and RAM takes."""
+    in_flight_bytes: int = 0
+    """Part of `card_bytes` for gradients that wait to be copied while the next one is made."""
     resumable: bool = False
     """Every state lives on disk, so that a killed run leaves a whole generation."""
 
@@ -94,7 +96,7 @@ class TierBytes:
     """What a placement holds on each tier and moves in one step."""
 
     card_bytes: int
-    """Held on the card: accumulators and state, and the largest gradient of one parameter."""
+    """Held on the card: accumulators and state, the largest gradient, and those in flight."""
     host_bytes: int
     """Held in RAM: accumulators, state and every buffer."""
     disk_bytes: int
@@ -110,7 +112,12 @@ class TierBytes:
 
 
 def tier_bytes(
-    layout: Layout, placement: Placement, *, link_bytes: int = 0, accumulation_steps: int = 1
+    layout: Layout,
+    placement: Placement,
+    *,
+    link_bytes: int = 0,
+    in_flight_bytes: int = 0,
+    accumulation_steps: int = 1,
 ) -> TierBytes:
     """Return the bytes that `placement` holds and moves with `accumulation_steps` micro-batches.
 
@@ -132,6 +139,7 @@ def tier_bytes(
     gradient_written = sum(record_bytes(blocks[index].accumulator_bytes) for index in spilled)
     return TierBytes(
         card_bytes=layout.largest_gradient_bytes
+        + in_flight_bytes
         + total(card, "state_bytes")
         + total(card, "accumulator_bytes"),
         host_bytes=SCRATCH_BYTES
@@ -235,13 +243,15 @@ def _checked_disk(
 
 def _after_card(layout: Layout, budget: OffloadBudget, order: Sequence[int]) -> list[int]:
     """Return the blocks of `order` that do not fit the card any more, highest priority first."""
-    left = budget.card_bytes - layout.largest_gradient_bytes
+    transient_bytes = layout.largest_gradient_bytes + budget.in_flight_bytes
+    left = budget.card_bytes - transient_bytes
     if left < 0:
         largest = max(layout.parameters, key=lambda shape: shape.num_elements * shape.element_bytes)
         raise UsageError(
             f"card_bytes is {format_bytes(budget.card_bytes)}; backward makes the gradient of "
-            f"{largest.name} whole, {format_bytes(layout.largest_gradient_bytes)}",
-            hint=f"card_bytes={layout.largest_gradient_bytes}",
+            f"{largest.name} whole, {format_bytes(layout.largest_gradient_bytes)}, beside "
+            f"{format_bytes(budget.in_flight_bytes)} that are being copied",
+            hint=f"card_bytes={transient_bytes}",
         )
     for position, index in enumerate(order):
         block = layout.blocks[index]

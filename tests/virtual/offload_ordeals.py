@@ -160,7 +160,8 @@ def child(folder, tier, num_steps, log):
 def killed_run(folder, tier, num_kills, num_steps, seed=0):
     """Kill a run `num_kills` times at random instants; return (kills, recovered, steps).
 
-    `steps` are those at which the killed runs were taken up. A kill is recovered if the next start holds the weights of an undisturbed run at its step.
+    `steps` are those at which the killed runs were taken up.
+    A kill is recovered if the next start holds the weights of an undisturbed run at its step.
     """
     expected = undisturbed(num_steps)
     dice = random.Random(seed)
