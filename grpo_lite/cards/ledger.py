@@ -163,14 +163,15 @@ class LedgerMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and admit the storages of what it returns."""
         out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self._ledger.admit(tensor, func)
         return out
 
 
-def _tensors(out: Any) -> Iterable[torch.Tensor]:
+def tensors_in(out: Any) -> Iterable[torch.Tensor]:
+    """Return the tensors in an operation's arguments or results: alone or in (nested) sequences."""
     if isinstance(out, torch.Tensor):
         return (out,)
     if isinstance(out, list | tuple):
-        return [tensor for part in out for tensor in _tensors(part)]
+        return [tensor for part in out for tensor in tensors_in(part)]
     return ()

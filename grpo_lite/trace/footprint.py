@@ -16,7 +16,12 @@ from grpo_lite.predict.footprint import Footprint, Shape, Stage, Weights
 from grpo_lite.predict.memory import Rehearsal, micro_batch_shape, optimizer_state_bytes
 from grpo_lite.trace.build import FakeModel, build_fake, layer_period, measure_weights, shorten
 from grpo_lite.trace.recorder import Recording, running_peaks
-from grpo_lite.trace.steps import record_logprobs, record_micro_batch, record_rollout
+from grpo_lite.trace.steps import (
+    has_plain_cache,
+    record_logprobs,
+    record_micro_batch,
+    record_rollout,
+)
 from grpo_lite.trace.unroll import Depth, NotSteady, TermTable, make_stages
 
 _MICRO_SHAPES = (
@@ -154,11 +159,16 @@ def rehearse(config: Any, workload: Workload, plan: Plan) -> Rehearsal:
 def _rollout_peak(fake: FakeModel, workload: Workload, plan: Plan) -> int:
     """Return the larger of prefill at the prompt's cap and decode at the full cache."""
     prompt = Shape(rows=plan.rollout_batch, tokens=workload.max_prompt_length)
-    peak_bytes = running_peaks(record_rollout(fake, workload, prompt), accumulating=False)[
-        "prefill"
-    ]
-    if workload.max_completion_length > 1:
-        full = Shape(rows=plan.rollout_batch, tokens=workload.num_tokens - 2)
-        decode = running_peaks(record_rollout(fake, workload, full), accumulating=False)["decode"]
-        peak_bytes = max(peak_bytes, decode)
+    last = workload.num_tokens - 2
+    decodes = workload.max_completion_length > 1
+    if decodes and has_plain_cache(fake):
+        recording = record_rollout(fake, workload, prompt, decode_tokens=last, counts_work=False)
+        peaks = running_peaks(recording, accumulating=False)
+        return max(peaks["prefill"], peaks["decode"])
+    recording = record_rollout(fake, workload, prompt, counts_work=False)
+    peak_bytes = running_peaks(recording, accumulating=False)["prefill"]
+    if decodes:
+        full = Shape(rows=plan.rollout_batch, tokens=last)
+        recording = record_rollout(fake, workload, full, counts_work=False)
+        peak_bytes = max(peak_bytes, running_peaks(recording, accumulating=False)["decode"])
     return peak_bytes

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from grpo_lite.cards.ledger import LedgerMode, StorageLedger
+from grpo_lite.cards.ledger import LedgerMode, StorageLedger, tensors_in
 
 
 @dataclass(slots=True)
@@ -59,8 +58,9 @@ class Recording:
 class Recorder:
     """Follows one thread's operations while inside `record()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_work: bool = True) -> None:
         self.recording = Recording()
+        self._counts_work = counts_work
         self._index_of_key: dict[int, int] = {}
         self._alive: set[int] = set()
         self.ledger = StorageLedger(observer=self._observe)
@@ -122,13 +122,12 @@ class Recorder:
 
     def count_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add the floating point operations and each tensor's moved bytes of one operation."""
-        if func.is_view or not self.recording.segments:
+        if not self._counts_work or func.is_view or not self.recording.segments:
             return
         flops = _flops(func, args, kwargs, out)
         moved_bytes = tuple(
             tensor.numel() * tensor.element_size()
-            for tensor in tree_leaves((args, kwargs, out))
-            if isinstance(tensor, torch.Tensor)
+            for tensor in (*tensors_in(args), *tensors_in(tuple(kwargs.values())), *tensors_in(out))
         )
         self.recording.segments[-1].work.append((flops, moved_bytes))
 

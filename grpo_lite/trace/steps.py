@@ -25,9 +25,19 @@ from grpo_lite.trace.build import FakeModel, answer_data_questions
 from grpo_lite.trace.recorder import Recorder, Recording, watch_layers
 
 
-def record_rollout(fake: FakeModel, workload: Workload, shape: Shape) -> Recording:
-    """Record "prefill" of `shape.tokens` prompt tokens and one "decode" on the cache it leaves."""
-    recorder = Recorder()
+def record_rollout(
+    fake: FakeModel,
+    workload: Workload,
+    shape: Shape,
+    *,
+    decode_tokens: int | None = None,
+    counts_work: bool = True,
+) -> Recording:
+    """Record "prefill" of `shape.tokens` prompt tokens and one "decode" on the cache it leaves.
+
+    `decode_tokens`: grow the cache to so many tokens in between, in a stage of its own.
+    """
+    recorder = Recorder(counts_work=counts_work)
     model = fake.model.eval()
     with (
         fake.mode,
@@ -39,12 +49,16 @@ def record_rollout(fake: FakeModel, workload: Workload, shape: Shape) -> Recordi
     ):
         recorder.mark("prefill", "embedding")
         input_ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
-        mask = torch.ones(shape.rows, shape.tokens + 1, dtype=torch.int64)
+        length = shape.tokens if decode_tokens is None else decode_tokens
+        mask = torch.ones(shape.rows, length + 1, dtype=torch.int64)
         noise = torch.rand(shape.rows)
         logits, state = rollout.prefill(model, input_ids, mask, rollout.make_cache(model))
         tokens = rollout.sample(logits, noise, workload.temperature)
         del logits
         recorder.note_kv_cache(_cache_tensors(state))
+        if length != shape.tokens:
+            recorder.mark("grow", "cache")
+            _grow_cache(state, length)
         recorder.mark("decode", "embedding")
         logits = rollout.decode(model, tokens, state)
         rollout.sample(logits, noise, workload.temperature)
@@ -73,10 +87,15 @@ def record_logprobs(fake: FakeModel, workload: Workload, shape: Shape) -> Record
 
 
 def record_micro_batch(
-    fake: FakeModel, workload: Workload, shape: Shape, *, checkpointing: bool
+    fake: FakeModel,
+    workload: Workload,
+    shape: Shape,
+    *,
+    checkpointing: bool,
+    counts_work: bool = True,
 ) -> Recording:
     """Record "forward" and "backward" of one micro-batch of `shape`; leaves no gradients."""
-    recorder = Recorder()
+    recorder = Recorder(counts_work=counts_work)
     set_checkpointing(fake.model, enabled=checkpointing)
     fake.model.train()
     suffix = "/checkpointed" if checkpointing else ""
@@ -133,6 +152,23 @@ def _update_data(workload: Workload, shape: Shape) -> UpdateData:
         old_logprobs_RC=torch.zeros(size) if workload.num_iterations > 1 else None,
         ref_logprobs_RC=torch.zeros(size) if workload.beta > 0 else None,
     )
+
+
+def has_plain_cache(fake: FakeModel) -> bool:
+    """Return whether each layer's cache is one key and one value tensor as long as the text."""
+    from transformers.cache_utils import DynamicLayer
+
+    layers = rollout.make_cache(fake.model).layers
+    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def _grow_cache(state: rollout.DecodeState, length: int) -> None:
+    """Put keys and values of `length` tokens in the place of those in the cache."""
+    for layer in state.cache.layers:
+        rows, heads, _, size = layer.keys.shape
+        layer.keys = layer.keys.new_empty(rows, heads, length, size)
+        layer.values = layer.values.new_empty(rows, heads, length, layer.values.shape[-1])
+    state.length = length
 
 
 def _cache_tensors(state: rollout.DecodeState) -> list[torch.Tensor]:
