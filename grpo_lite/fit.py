@@ -77,6 +77,7 @@ class _Case:
     source: ModelSource
     card: PlannedCard
     cache_dir: Path
+    asked_method: str = "full"
     questions: dict[str, Question] = field(default_factory=dict)
 
     def question(self, workload: Workload) -> Question:
@@ -100,6 +101,7 @@ def fit(request: FitRequest, *, cache_dir: Path) -> FitAnswer:
     card = plan_card(request.card, reserve_bytes=request.reserve_bytes)
     case = _Case(source=source, card=card, cache_dir=cache_dir)
     chosen, candidates = _choose(case, request)
+    case.asked_method = chosen.workload.method
     question = case.question(chosen.workload)
     fits = chosen.verdict is not Verdict.DOES_NOT_FIT
     rehearsal = get_rehearsal(source, chosen.workload, chosen.plan, cache_dir) if fits else None
@@ -299,11 +301,15 @@ def _what_would_fit(case: _Case, chosen: Candidate) -> tuple[Alternative, ...]:
             found.append(
                 _alternative(best, "LoRA instead of all weights", "--method lora", changes=True)
             )
+        else:
+            found.extend(_smallest_card(case, lora, "--method lora ", "LoRA on "))
     found.extend(_smallest_card(case, workload))
     return tuple(found)
 
 
-def _smallest_card(case: _Case, workload: Workload) -> list[Alternative]:
+def _smallest_card(
+    case: _Case, workload: Workload, flags: str = "", words: str = ""
+) -> list[Alternative]:
     """Return the card with the least memory that would do it, as a list of at most one."""
     footprint = case.question(workload).footprint
     memory = least_memory(footprint, workload)
@@ -311,10 +317,13 @@ def _smallest_card(case: _Case, workload: Workload) -> list[Alternative]:
     enough = [card for card in cards if verdict_of(memory, card.budget) is Verdict.FITS]
     if not enough:
         return []
-    card = min(enough, key=lambda card: (card.budget.total_bytes, card.spec))
+    consumer = [card for card in enough if card.profile.form in ("laptop", "desktop")]
+    card = min(consumer or enough, key=lambda card: (card.budget.total_bytes, card.spec))
     question = Question(footprint=footprint, profile=card.profile, budget=card.budget)
     best = search_plans(question, workload)[0]
-    return [_alternative(best, f"a larger card: {card.profile.title}", f"--card {card.spec}")]
+    description = f"{words}a larger card: {card.profile.title}"
+    changes = workload.method != case.asked_method
+    return [_alternative(best, description, f"{flags}--card {card.spec}", changes=changes)]
 
 
 def _alternative(

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_lite.cards.card import Card
 from grpo_lite.cards.probe import open_card, plan_card
-from grpo_lite.errors import BudgetExceeded, UsageError
+from grpo_lite.errors import NoPlanFits, UsageError
 from grpo_lite.footprints import get_footprint
 from grpo_lite.governor import Governor, PhaseRecord
 from grpo_lite.grpo.data import PromptStream, Task, load_task
@@ -91,7 +91,7 @@ def read_inputs(recipe: Recipe, cache_dir: Path) -> Inputs:
 
     Raises:
         UsageError: something of it is missing or cannot be meant.
-        BudgetExceeded: the weights alone are larger than the budget.
+        NoPlanFits: the weights alone are larger than the budget.
     """
     require_runnable(recipe.workload)
     source = resolve_model(recipe.model)
@@ -118,7 +118,7 @@ def read_inputs(recipe: Recipe, cache_dir: Path) -> Inputs:
     footprint = get_footprint(source, recipe.workload, cache_dir)
     weights_bytes = footprint.weights.parameter_bytes
     if weights_bytes > planned.budget.card_bytes:
-        raise BudgetExceeded(
+        raise NoPlanFits(
             f"the weights alone take {format_bytes(weights_bytes)}, and the budget of "
             f"{recipe.card} is {format_bytes(planned.budget.card_bytes)}; nothing was loaded",
             hint=f"grpo-lite fit {recipe.model} --card {recipe.card} says what would fit",
