@@ -237,7 +237,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @property
     def completed_steps(self) -> int:
-        """Updates made so far, those of a resumed run included."""
+        """Steps taken so far, skipped ones and those of a resumed run included."""
         return self.engine.completed_steps
 
     def tier_bytes(self, *, accumulation_steps: int = 1) -> TierBytes:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,10 +75,11 @@ class BlockFile:
                 self.fd = io.open(path, flags)
         except OSError as error:
             raise _failed("open", path, 0, error) from error
+        self._closer = weakref.finalize(self, os.close, self.fd)
         try:
             io.allocate(self.fd, num_bytes)
         except OSError as error:
-            os.close(self.fd)
+            self._closer()
             path.unlink(missing_ok=True)
             raise _failed(f"reserve {format_bytes(num_bytes)} for", path, 0, error) from error
 
@@ -110,7 +112,7 @@ class BlockFile:
 
     def close(self) -> None:
         """Close the file; it stays where it is."""
-        os.close(self.fd)
+        self._closer()
 
     def sync(self) -> None:
         """Wait until the content is on the medium."""

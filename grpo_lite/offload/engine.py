@@ -159,9 +159,9 @@ class BlockEngine:
         if not skipped:
             for parameter, count in progress.num_updates.items():
                 self.num_updates[parameter] = count
-            self._meta = meta
-            self._commit(self.completed_steps + 1)
-            self.completed_steps += 1
+        self._meta = meta
+        self._commit(self.completed_steps + 1)
+        self.completed_steps += 1
         self._progress = None
         self._bank.clear()
         self.last_step = self._report(began, progress, skipped=skipped)

@@ -6,12 +6,14 @@ Sums of squares are taken while a chunk is in the cache: the global norm costs n
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from grpo_lite.errors import StoreError
 from grpo_lite.offload.blocks import GradientBlock, Layout, Piece
 from grpo_lite.offload.disk import DiskSettings, DiskStore
 from grpo_lite.offload.link import CHUNK_ELEMENTS, Link
@@ -54,6 +56,7 @@ class GradientBank:
         self._filled: set[int] = set()
         self._touched: set[int] = set()
         self._squares: dict[tuple[int, int], float] = {}
+        self._failure: BaseException | None = None
         self._lent: int | None = None
         self._lent_record: torch.Tensor | None = None
 
@@ -113,14 +116,25 @@ class GradientBank:
         self._filled.clear()
         self._touched.clear()
         self._squares.clear()
-        self._link.drain()
+        with contextlib.suppress(Exception):  # what failed is forgotten too
+            self._link.drain()
+        self._failure = None
         if self._disk is not None:
             self._disk.discard()
         self._release_lent(changed=False)
 
     def sums_of_squares(self) -> list[float]:
-        """Return the sum of squares of each block's gradient, as fp32 chunk sums added in fp64."""
+        """Return the sum of squares of each block's gradient, as fp32 chunk sums added in fp64.
+
+        Raises:
+            StoreError: a gradient was lost when a tier failed; only `clear` helps.
+        """
         self._link.drain()
+        if self._failure is not None:
+            raise StoreError(
+                f"gradients are incomplete: {self._failure}",
+                hint="call zero_grad() and repeat the backward passes of this update",
+            ) from self._failure
         self._release_lent()
         chunks: list[list[float]] = [[] for _ in self._layout.blocks]
         for (index, _), square in self._squares.items():
@@ -175,7 +189,11 @@ class GradientBank:
         self, block: GradientBlock, piece: Piece, *, first: bool
     ) -> Callable[[torch.Tensor, int], None]:
         def consume(source: torch.Tensor, start: int) -> None:
-            self._add_chunks(block.index, piece.offset + start, source, first=first)
+            try:
+                self._add_chunks(block.index, piece.offset + start, source, first=first)
+            except BaseException as error:
+                self._failure = error
+                raise
 
         return consume
 

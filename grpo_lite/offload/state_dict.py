@@ -57,6 +57,8 @@ def import_state(engine: BlockEngine, states: Mapping[int, Mapping[str, Any]]) -
     for parameter, source in sources.items():
         source.require_size(engine.layout.parameters[parameter].num_elements)
     engine.require_masters()
+    if not all(source.has_master for source in sources.values()):
+        engine.refresh_masters()
     for block in engine.layout.blocks:
         with engine.states.lent(block.index) as state:
             for piece in block.pieces:
@@ -75,6 +77,10 @@ class _Source:
         self.name = name
         self.num_updates = int(state["step"])
         self._rows = {row: _flat_pieces(state[row]) for row in ROWS if row in state}
+
+    @property
+    def has_master(self) -> bool:
+        return "master" in self._rows
 
     def require_size(self, num_elements: int) -> None:
         for row in ROWS:

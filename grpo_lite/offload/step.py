@@ -48,7 +48,7 @@ class StepReport:
     """What one step did."""
 
     step: int
-    """Updates completed so far, this one included."""
+    """Steps taken so far, this one and skipped ones included."""
     gradient_norm: float
     """Global L2 norm before clipping."""
     gradient_divisor: float | None

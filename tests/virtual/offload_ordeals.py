@@ -42,29 +42,33 @@ def open_run(model, folder, tier, **options):
 
 def update(model, optimizer, number):
     """One update that is tried until it is done, as a careful loop does it; return the errors."""
-    errors = 0
-    while True:  # backward: partial gradients are never kept
-        try:
-            for micro in range(2):
-                loss_of(model, 10 * number + micro).backward()
-            break
-        except StoreError:
-            errors += 1
-            if errors > 20:
-                raise
-            for parameter in model.parameters():
-                parameter.grad = None
-            optimizer.zero_grad()
-    while True:  # the step: never repeated, gone on with
-        try:
-            optimizer.step()
-            break
-        except StoreError:
-            errors += 1
-            if errors > 20:
-                raise
+
+    def backward():
+        for micro in range(2):
+            loss_of(model, 10 * number + micro).backward()
+
+    def forget():  # partial gradients are never kept
+        for parameter in model.parameters():
+            parameter.grad = None
+        optimizer.zero_grad()
+
+    errors = tried(backward, forget)
+    errors += tried(optimizer.step)  # never repeated, gone on with
     optimizer.zero_grad()
     return errors
+
+
+def tried(act, before_again=lambda: None):
+    """Do `act` until it succeeds; return how often it failed, at most 20 times."""
+    for errors in range(21):
+        try:
+            act()
+            return errors
+        except StoreError:
+            if errors == 20:
+                raise
+            before_again()
+    raise AssertionError
 
 
 def undisturbed(num_steps):
@@ -105,7 +109,7 @@ def faulty_run(folder, seed, expected):
                 model = make_model(seed=1)
                 optimizer = open_run(model, folder, tier, file_io=io, resume=True)
             errors += update(model, optimizer, optimizer.completed_steps)
-        optimizer.settle()
+        errors += tried(optimizer.settle)
     except StoreError:
         return kind, "refused"
     finally:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from offload_rig import HOMES, Twin, budgets, groups_of, loss_of, make_model, schedule
+from offload_rig import HOMES, FaultyIO, Twin, budgets, groups_of, loss_of, make_model, schedule
 
 from grpo_lite.errors import StoreError, UsageError
 from grpo_lite.offload.adamw import OffloadedAdamW
@@ -286,6 +286,30 @@ def test_a_step_that_an_exception_ends_goes_on_and_repeats_no_block(tmp_path, ti
         assert_same(weights(model), weights(other))
     optimizer.close()
     second.close()
+
+
+def test_a_backward_that_lost_a_gradient_cannot_be_stepped(tmp_path):
+    """Half of a gradient is a wrong number: only the whole backward again will do."""
+    model, other, io = make_model(), make_model(), FaultyIO()
+    optimizer = make(model, "gradients on disk too", tmp_path, file_io=io)
+    second = make(other, "ram", None)
+    update(model, optimizer, 0)
+    update(other, second, 0)
+    before = weights(model)
+    loss_of(model, 100).backward()
+    io.arm("EIO read", at=2, times=99)
+    with pytest.raises(StoreError, match="cannot read"):
+        loss_of(model, 101).backward()
+    io.disarm()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="gradients are incomplete"):
+            optimizer.step()
+    assert_same(before, weights(model))
+    optimizer.zero_grad()
+    update(model, optimizer, 1)
+    update(other, second, 1)
+    assert_same(weights(model), weights(other))
+    optimizer.close()
 
 
 def prepared(folder):
