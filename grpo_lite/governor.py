@@ -8,15 +8,12 @@ What to do next is asked of `search.step_down`; nothing is decided here.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
-
-from grpo_lite.cards.card import Card, OutOfMemory
+from grpo_lite.cards.card import Card
 from grpo_lite.errors import BudgetExceeded
 from grpo_lite.plan import Category, Phase, Plan, Workload
 from grpo_lite.predict.footprint import Shape
@@ -26,6 +23,13 @@ from grpo_lite.predict.memory import (
     estimate_micro_batch,
     estimate_rollout,
     estimate_step,
+)
+from grpo_lite.recovery import (
+    Rescue,
+    collect,
+    random_state,
+    restore_random_state,
+    try_once,
 )
 from grpo_lite.report.runlog import Decision
 from grpo_lite.search import Question, step_down
@@ -54,14 +58,6 @@ class _Running:
     phase: Phase
     began_s: float
     predicted_bytes: int
-
-
-@dataclass(slots=True)
-class _Rescue:
-    """One out-of-memory, read off the error so that the error can be let go."""
-
-    oom: OutOfMemory
-    allocated_bytes: int
 
 
 @dataclass(slots=True)
@@ -132,16 +128,16 @@ class Governor:
         Raises:
             BudgetExceeded: no lower plan is left.
         """
-        random_state = _random_state(self.card.device)
+        state = random_state(self.card.device)
         self._num_micro_batches = 0
         while True:
-            tried = self._try(lambda: function(self.plan))
-            if not isinstance(tried, _Rescue):
+            tried = try_once(self.card, lambda: function(self.plan))
+            if not isinstance(tried, Rescue):
                 self.leave()
                 return tried
             # Outside the handler: the error, its traceback and the frames it held are gone.
             phase = self._abandon(undo)
-            _restore_random_state(self.card.device, random_state)
+            restore_random_state(self.card.device, state)
             self._lower(phase, tried)
 
     def finish(self, function: Callable[[], Result]) -> Result:
@@ -152,28 +148,18 @@ class Governor:
         """
         footprint = self.question.footprint
         self._begin(Phase.STEP, estimate_step(footprint, self.workload).allocated_bytes)
-        last: _Rescue | None = None
+        last: Rescue | None = None
         while True:
-            tried = self._try(function)
-            if not isinstance(tried, _Rescue):
+            tried = try_once(self.card, function)
+            if not isinstance(tried, Rescue):
                 self.has_states = True
                 self.leave()
                 return tried
-            self._collect()
+            collect(self.card)
             if last is not None and tried.allocated_bytes <= last.allocated_bytes:
                 raise self._out_of_moves(Phase.STEP, tried)
             last = tried
             self._tell(Phase.STEP, tried, self.plan, "resumed behind the last finished block")
-
-    def _try(self, function: Callable[[], Result]) -> Result | _Rescue:
-        """Return the result, or what an out-of-memory said; the error itself is let go."""
-        try:
-            return function()
-        except Exception as error:
-            oom = self.card.read_oom(error)
-            if oom is None:
-                raise
-            return _Rescue(oom=oom, allocated_bytes=self.card.allocated_bytes())
 
     def _begin(self, phase: Phase, predicted_bytes: int) -> None:
         self.leave()
@@ -219,14 +205,10 @@ class Governor:
         self._num_micro_batches = 0
         if undo is not None:
             undo()
-        self._collect()
+        collect(self.card)
         return Phase.ROLLOUT if running is None else running.phase
 
-    def _collect(self) -> None:
-        gc.collect()
-        self.card.release_cached()
-
-    def _lower(self, phase: Phase, rescue: _Rescue) -> None:
+    def _lower(self, phase: Phase, rescue: Rescue) -> None:
         lower = step_down(
             self.question, self.workload, self.plan, phase, rescue.oom.shortfall_bytes
         )
@@ -236,7 +218,7 @@ class Governor:
         changed = before.changes_to(lower)
         self._tell(phase, rescue, before, lower.reasons[next(iter(changed))])
 
-    def _tell(self, phase: Phase, rescue: _Rescue, before: Plan, reason: str) -> None:
+    def _tell(self, phase: Phase, rescue: Rescue, before: Plan, reason: str) -> None:
         changed = before.changes_to(self.plan)
         self.report(
             Decision(
@@ -252,7 +234,7 @@ class Governor:
             )
         )
 
-    def _out_of_moves(self, phase: Phase, rescue: _Rescue) -> BudgetExceeded:
+    def _out_of_moves(self, phase: Phase, rescue: Rescue) -> BudgetExceeded:
         asked = rescue.oom.asked_bytes
         wanted = "an allocation" if asked is None else f"another {format_bytes(asked)}"
         return BudgetExceeded(
@@ -262,16 +244,3 @@ class Governor:
             hint="a shorter --max-completion-length, --method lora, or a larger budget; "
             "`grpo-lite fit` says which would fit",
         )
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda
-
-
-def _restore_random_state(
-    device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]
-) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

@@ -62,7 +62,7 @@ class Card(Protocol):
     device: torch.device
     """Where tensors of this card are made."""
     budget_bytes: int
-    """Bytes of tensors that may be alive at once."""
+    """Bytes of tensors that may be alive at once; a virtual card's may be set during a run."""
 
     def attach(self) -> AbstractContextManager[None]:
         """Count what the calling thread allocates while inside; entering twice counts once."""
@@ -74,6 +74,10 @@ class Card(Protocol):
 
     def allocated_bytes(self) -> int:
         """Return the bytes of tensor storages alive now."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Return the bytes that can still be allocated now, whoever else uses the card."""
         ...
 
     def peak_bytes(self) -> int:

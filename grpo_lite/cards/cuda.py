@@ -45,6 +45,13 @@ class CudaCard:
         """Return the bytes of tensor storages alive now."""
         return torch.cuda.memory_allocated(self.device)
 
+    def free_bytes(self) -> int:
+        """Return what the driver has free and the allocator has cached, within the budget."""
+        allocated_bytes = self.allocated_bytes()
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        cached_bytes = torch.cuda.memory_reserved(self.device) - allocated_bytes
+        return max(0, min(free_bytes + cached_bytes, self.budget_bytes - allocated_bytes))
+
     def peak_bytes(self) -> int:
         """Return the largest `allocated_bytes` since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self.device)

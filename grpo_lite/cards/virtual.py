@@ -23,8 +23,17 @@ class VirtualCard:
     def __init__(self, budget_bytes: int, *, name: str | None = None) -> None:
         self.name = name or f"virtual:{budget_bytes}"
         self.device = torch.device("cpu")
-        self.budget_bytes = budget_bytes
         self.ledger = StorageLedger(budget_bytes=budget_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that may be alive at once."""
+        assert self.ledger.budget_bytes is not None
+        return self.ledger.budget_bytes
+
+    @budget_bytes.setter
+    def budget_bytes(self, num_bytes: int) -> None:
+        self.ledger.budget_bytes = num_bytes
 
     def attach(self) -> AbstractContextManager[None]:
         """Count what the calling thread allocates while inside."""
@@ -38,6 +47,10 @@ class VirtualCard:
     def allocated_bytes(self) -> int:
         """Return the bytes of tensor storages alive now."""
         return self.ledger.allocated_bytes
+
+    def free_bytes(self) -> int:
+        """Return what is left of the budget; 0 where it was lowered below what is alive."""
+        return max(0, self.budget_bytes - self.allocated_bytes())
 
     def peak_bytes(self) -> int:
         """Return the largest `allocated_bytes` since `reset_peak`."""
