@@ -20,7 +20,7 @@ from grpo_lite.errors import UsageError
 from grpo_lite.offload.blocks import BLOCK_BYTES, lay_out
 from grpo_lite.offload.disk import DiskSettings
 from grpo_lite.offload.disk_files import FileIO
-from grpo_lite.offload.engine import BlockEngine, EngineOptions
+from grpo_lite.offload.engine import BlockEngine
 from grpo_lite.offload.intake import (
     disk_budget,
     host_budget,
@@ -30,6 +30,7 @@ from grpo_lite.offload.intake import (
     trained_parameters,
 )
 from grpo_lite.offload.link import IN_FLIGHT_BYTES, LINK_BYTES
+from grpo_lite.offload.options import EngineOptions
 from grpo_lite.offload.placement import (
     OffloadBudget,
     TierBytes,

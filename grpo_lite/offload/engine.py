@@ -10,28 +10,24 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 
 from grpo_lite.errors import StoreError, UsageError
 from grpo_lite.offload.blocks import BlockStatus, Layout, Piece
-from grpo_lite.offload.disk import DiskSettings
 from grpo_lite.offload.gradients import GradientBank
 from grpo_lite.offload.interrupt import interrupts_held
 from grpo_lite.offload.link import link_to
 from grpo_lite.offload.memory import HostMemory
+from grpo_lite.offload.options import EngineOptions, open_gradient_store
 from grpo_lite.offload.placement import Placement, Tier, record_bytes, sweep
 from grpo_lite.offload.states import BlockStates
 from grpo_lite.offload.step import AdamWSettings, Progress, StepReport
 from grpo_lite.offload.weights import Weights
 from grpo_lite.units import format_bytes
-
-if TYPE_CHECKING:
-    from grpo_lite.cards.card import Card
 
 logger = logging.getLogger(__name__)
 
@@ -40,24 +36,6 @@ STEP_ELEMENTS = 2**20
 cast to weights, and threads have enough to do (smaller chunks cost 10 %, none at all 7 %)."""
 IMPORTANCE_DECAY = 0.9
 """Share of the old moving average that a step keeps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Where the engine may put things."""
-
-    card: Card | None = None
-    """Gives host memory and counts the card's; None: plain torch."""
-    disk_dir: Path | None = None
-    """Folder of the disk tier."""
-    disk_settings: DiskSettings = field(default_factory=DiskSettings)
-    """How the disk tier works."""
-    in_flight_bytes: int = 0
-    """Gradients on a CUDA card that may wait to be copied."""
-    max_grad_norm: float | None = None
-    """Global norm to clip to; None: no clipping."""
-    max_disk_write_bytes: int | None = None
-    """Endurance budget of this run; None: no limit."""
 
 
 class BlockEngine:
@@ -82,7 +60,7 @@ class BlockEngine:
         self.last_step: StepReport | None = None
         self._sensitivity = [0.0] * len(layout.blocks)
         self._link = link_to(self.device, self.memory, in_flight_bytes=options.in_flight_bytes)
-        with options.card.attach() if options.card is not None else nullcontext():
+        with self._on_card():
             self.states = BlockStates(
                 layout,
                 placement,
@@ -91,10 +69,10 @@ class BlockEngine:
                 disk_dir=options.disk_dir,
                 disk_settings=options.disk_settings,
             )
-        self._bank = GradientBank(layout, placement, self.states, self._link, self.memory)
-        if placement.blocks_with_gradient(Tier.DISK):
-            assert options.disk_dir is not None
-            self._bank.open_disk(options.disk_dir, options.disk_settings)
+        open_gradients = partial(open_gradient_store, options, layout, self.memory)
+        self._bank = GradientBank(
+            layout, placement, self.states, self._link, self.memory, open_gradients
+        )
         devices = {self.device, torch.device("cpu")}
         self._update_counts = {device: self._scalar(device) for device in devices}
         self._divisors = {device: self._scalar(device) for device in devices}
@@ -155,14 +133,15 @@ class BlockEngine:
         while progress.remaining:
             with interrupts_held():
                 self._step_block(progress)
-        self._link.join()
-        if not skipped:
-            for parameter, count in progress.num_updates.items():
-                self.num_updates[parameter] = count
-        self._meta = meta
-        self._commit(self.completed_steps + 1)
-        self.completed_steps += 1
-        self._progress = None
+        with interrupts_held():
+            self._link.join()
+            if not skipped:
+                for parameter, count in progress.num_updates.items():
+                    self.num_updates[parameter] = count
+            self._meta = meta
+            self._commit(self.completed_steps + 1)
+            self.completed_steps += 1
+            self._progress = None
         self._bank.clear()
         self.last_step = self._report(began, progress, skipped=skipped)
         return self.last_step
@@ -215,7 +194,10 @@ class BlockEngine:
     def move(self, placement: Placement) -> list[int]:
         """Move blocks until they lie as `placement` says; return those that moved.
 
-        What leaves the card leaves first, so that a tier never holds more than before and after.
+        Those for the disk move first and those for the card last, so that each makes room.
+
+        Raises:
+            StoreError: a tier failed; blocks that have moved stay moved, and a next call goes on.
         """
         assert not self.has_gradients, "gradients are not moved; call zero_grad first"
         assert self._progress is None, "a step is under way"
@@ -223,10 +205,14 @@ class BlockEngine:
         changed = [i for i, home in enumerate(placement.homes) if home != self.placement.homes[i]]
         rank = {Tier.DISK: 0, Tier.HOST: 1, Tier.CARD: 2}
         for index in sorted(changed, key=lambda i: rank[placement.homes[i].state]):
-            with self.options.card.attach() if self.options.card is not None else nullcontext():
-                self.states.move(index, placement.homes[index].state)
-            self._bank.move(index, placement.homes[index])
-        self.placement = placement
+            home = placement.homes[index]
+            with interrupts_held(), self._on_card():
+                if home.state is not self.placement.homes[index].state:
+                    self.states.move(index, home.state)
+                self._bank.move(index, home)
+                homes = list(self.placement.homes)
+                homes[index] = home
+                self.placement = Placement(homes=tuple(homes))
         return changed
 
     def settle(self, *, durable: bool = False) -> None:
@@ -380,6 +366,10 @@ class BlockEngine:
             read_bytes=read - last_read,
             written_bytes=written - last_written,
         )
+
+    def _on_card(self) -> AbstractContextManager[None]:
+        """Let the card count what is allocated inside."""
+        return self.options.card.attach() if self.options.card is not None else nullcontext()
 
     def _scalar(self, device: torch.device) -> torch.Tensor:
         """Return one fp32 element on `device`; on the host it does not count as the card's."""

@@ -9,20 +9,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from grpo_lite.errors import StoreError
 from grpo_lite.offload.blocks import GradientBlock, Layout, Piece
-from grpo_lite.offload.disk import DiskSettings, DiskStore
+from grpo_lite.offload.disk import DiskStore
 from grpo_lite.offload.link import CHUNK_ELEMENTS, Link
 from grpo_lite.offload.memory import HostMemory
-from grpo_lite.offload.placement import GRADIENT_BUFFERS, Home, Placement, Tier
+from grpo_lite.offload.placement import Home, Placement, Tier
 from grpo_lite.offload.states import BlockStates
-
-FOLDER = "grpo-lite-gradients"
-"""Folder of gradient records: scratch, one slot each, never resumed."""
 
 
 class GradientBank:
@@ -39,7 +35,9 @@ class GradientBank:
         states: BlockStates,
         link: Link,
         memory: HostMemory,
+        open_disk: Callable[[dict[int, int]], DiskStore],
     ) -> None:
+        """`open_disk` makes a store for gradient records of these sizes, by block."""
         self._layout = layout
         self._states = states
         self._link = link
@@ -50,7 +48,11 @@ class GradientBank:
             index: memory.empty(layout.blocks[index].num_elements, torch.float32)
             for index in placement.blocks_with_gradient(Tier.HOST)
         }
+        self._open_disk = open_disk
         self._disk: DiskStore | None = None
+        spilled = placement.blocks_with_gradient(Tier.DISK)
+        if spilled:
+            self._disk = open_disk({i: layout.blocks[i].accumulator_bytes for i in spilled})
         self._scratch = memory.empty(CHUNK_ELEMENTS, torch.float32)
         self._dot = memory.empty(1, torch.float32)[0]
         self._filled: set[int] = set()
@@ -74,27 +76,6 @@ class GradientBank:
     def disk_read_bytes(self) -> int:
         """Bytes of gradients read from disk so far."""
         return self._disk.read_bytes if self._disk is not None else 0
-
-    def open_disk(self, disk_dir: Path, settings: DiskSettings) -> None:
-        """Reserve files for the blocks whose gradients live on disk."""
-        sizes = {
-            block.index: block.accumulator_bytes
-            for block in self._layout.blocks
-            if self._homes[block.index] is Tier.DISK
-        }
-        largest = max(block.accumulator_bytes for block in self._layout.blocks)
-        self._disk = DiskStore(
-            disk_dir,
-            sizes,
-            self._memory,
-            settings=DiskSettings(
-                num_buffers=GRADIENT_BUFFERS,
-                num_slots=1,
-                largest_bytes=largest,
-                folder=FOLDER,
-                io=settings.io,
-            ),
-        )
 
     def add(self, parameter: int, gradient: torch.Tensor) -> None:
         """Add `gradient` (any float dtype, shape of the parameter) to what was added before."""
@@ -172,11 +153,17 @@ class GradientBank:
         assert not self._filled, "gradients are not moved"
         if self._homes[index] is home.gradient:
             return
-        assert Tier.DISK not in (home.gradient, self._homes[index]), "gradients stay off the disk"
-        self._in_ram.pop(index, None)
+        num_elements = self._layout.blocks[index].num_elements
         if home.gradient is Tier.HOST:
-            num_elements = self._layout.blocks[index].num_elements
             self._in_ram[index] = self._memory.empty(num_elements, torch.float32)
+        elif home.gradient is Tier.DISK:
+            if self._disk is None:
+                self._disk = self._open_disk({})
+            self._disk.add(index, self._layout.blocks[index].accumulator_bytes)
+        if self._homes[index] is Tier.HOST:
+            del self._in_ram[index]
+        if self._homes[index] is Tier.DISK and self._disk is not None:
+            self._disk.remove(index)
         self._homes[index] = home.gradient
 
     def close(self) -> None:

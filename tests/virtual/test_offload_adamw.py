@@ -363,6 +363,32 @@ def test_blocks_leave_the_card_lowest_priority_first_and_numbers_stay(tmp_path):
     optimizer.close()
 
 
+def test_blocks_move_to_disk_with_their_gradients_where_ram_is_short(tmp_path):
+    model, other = make_model(), make_model()
+    host_bytes = budgets(model, "gradients on disk too", 4096)["host_bytes"]
+    optimizer = OffloadedAdamW(
+        model.named_parameters(),
+        block_bytes=4096,
+        card_bytes=2**30,
+        host_bytes=host_bytes,
+        disk_dir=tmp_path,
+    )
+    second = OffloadedAdamW(other.named_parameters())
+    largest = optimizer.engine.layout.largest_gradient_bytes
+    for step in range(6):
+        update(model, optimizer, step)
+        update(other, second, step)
+        if step == 1:
+            assert optimizer.set_card_bytes(largest)
+            assert optimizer.engine.placement.blocks_with_gradient(Tier.DISK)
+            assert optimizer.tier_bytes().host_bytes <= host_bytes
+        if step == 3:
+            assert optimizer.set_card_bytes(2**30)
+            assert not optimizer.engine.placement.blocks_with_state(Tier.DISK)
+    assert_same(weights(model), weights(other))
+    optimizer.close()
+
+
 def test_blocks_do_not_move_while_gradients_are_held():
     model = make_model()
     optimizer = make(model, "ram", None)
