@@ -76,8 +76,11 @@ def train_recipe(recipe: Recipe, path: Path) -> Outcome:
     Raises:
         KeyboardInterrupt: interrupted; log and a checkpoint of the last whole step are kept.
     """
+    from transformers.utils import logging as transformers_logging
+
     from grpo_lite.train import evaluate, open_run, read_inputs, save_weights, train_steps
 
+    transformers_logging.disable_progress_bar()  # one progress display is enough
     inputs = read_inputs(recipe, Path(platformdirs.user_cache_path("grpo-lite")))
     folder = create_run_folder(path, recipe)
     budget_bytes = inputs.question.budget.card_bytes

@@ -54,6 +54,7 @@ class ResidentEngine:
         ]
         self._done: set[int] = set()
         self._clipped: set[int] = set()
+        self._with_states: set[int] = set()
         self._norm: float | None = None
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -80,7 +81,7 @@ class ResidentEngine:
             if index not in self._clipped:
                 self._clip(optimizer, norm)
                 self._clipped.add(index)
-            optimizer.step()
+            self._step_block(index, optimizer)
             self._done.add(index)
         self._done.clear()
         self._clipped.clear()
@@ -100,6 +101,22 @@ class ResidentEngine:
         """Restore what `state_dict` returned."""
         for optimizer, state in zip(self._blocks, states, strict=True):
             optimizer.load_state_dict(state)
+        self._with_states = set(range(len(self._blocks)))
+
+    def _step_block(self, index: int, optimizer: torch.optim.Optimizer) -> None:
+        """Update one block, whole or not at all.
+
+        torch makes the states of all parameters before it updates the first, in the first step
+        only. If memory ends in between, it leaves states that lack a part, which it would later
+        take for whole: they are thrown away, and made again when the step resumes.
+        """
+        try:
+            optimizer.step()
+        except Exception:
+            if index not in self._with_states:
+                optimizer.state.clear()
+            raise
+        self._with_states.add(index)
 
     def _gradient_norm(self) -> float:
         """Return the global L2 norm, summed in fp64 over per-tensor fp32 norms."""
