@@ -107,6 +107,17 @@ def test_a_run_that_meets_out_of_memory_ends_with_the_same_weights(
 ) -> None:
     """The governor's promise, through the real command line: rescued, and the same experiment."""
     recipe = make_recipe(tmp_path)
+    if phase is Phase.ROLLOUT:
+        wide = replace(recipe.workload, prompts_per_step=10)
+        narrow = replace(
+            recipe.plan,
+            micro_batch=1,
+            gradient_accumulation_steps=40,
+            gradient_checkpointing=True,
+            logprob_chunk_tokens=6,
+            rollout_batch=40,
+        )
+        recipe = replace(recipe, workload=wide, plan=narrow)
     start = load_file(Path(recipe.model) / "model.safetensors")
     ample = run(recipe, tmp_path, "ample")
     steps = [r for r in read_runlog(ample / "run.jsonl") if r["event"] == "step"]
@@ -114,7 +125,7 @@ def test_a_run_that_meets_out_of_memory_ends_with_the_same_weights(
     tight = replace(recipe, card=f"virtual:{budget}")
     rescued = run(tight, tmp_path, "rescued")
     decisions = [r for r in read_runlog(rescued / "run.jsonl") if r["event"] == "decision"]
-    assert decisions, "the budget was not tight enough to test anything"
+    assert phase in {decision["phase"] for decision in decisions}
     assert relative_difference(weights(ample), weights(rescued), start) < 1e-4
     peaks = [
         max(r["measured_peak_bytes"].values())
