@@ -59,7 +59,9 @@ def unknown_name(
 ) -> UsageError:
     """Return the error for an unknown `kind` called `name`, listing the nearest known names."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=5, cutoff=0.4)
+    begun = [known_name for known_name in names if known_name.startswith(name)]
+    similar = difflib.get_close_matches(name, names, n=5, cutoff=0.4)
+    near = list(dict.fromkeys([*begun, *similar]))[:6]
     listed = ", ".join(near or names[:8])
     label = "nearest known" if near else "known"
     return UsageError(f"unknown {kind} {name!r}; {label}: {listed}", hint=hint)
