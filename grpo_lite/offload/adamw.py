@@ -98,7 +98,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             disk_bytes: of that disk; None: what is free.
             block_bytes: gradient bytes of a block.
             max_disk_write_bytes: endurance budget of this run.
-            resume: keep every state on disk so that a killed run can be resumed, and go on from
+            resume: keep every state on disk so that a run that dies can be resumed, and go on from
                 the last whole step in `disk_dir` if there is one.
             card: counts card memory and gives host memory; None: plain torch.
             file_io: system calls of the disk tier; tests hand in failing ones.
@@ -282,12 +282,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Wait until all blocks are in their places; `durable`: even if the power fails."""
         self.engine.settle(durable=durable)
 
-    def close(self) -> None:
-        """Give back memory and files; the optimizer is of no use afterwards."""
+    def close(self, *, keep_files: bool = False) -> None:
+        """Give back memory and files; the optimizer is of no use afterwards.
+
+        Call it when training is finished. A process that ends without it, of itself or not, leaves
+        its files if it was made with `resume=True`; so does `keep_files`.
+        """
         for hook in self._hooks:
             hook.remove()
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(keep_files=keep_files)
         self._engine = None
 
     # -- inside -----------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class DiskSettings:
     spare_bytes: int = 0
     """RAM that records may move to for good when the disk is full."""
     resume: bool = False
-    """Take up the generation that is there, and leave one at the end."""
+    """Take up the generation that is there, and leave one if the process ends before `close`."""
     folder: str = "grpo-lite-blocks"
     """Name of the store's own folder inside the user's; nothing outside it is ever removed."""
     io: FileIO = field(default_factory=FileIO)
@@ -77,9 +77,9 @@ class DiskStore:
         self._memory = memory
         self._sizes = {key: record_bytes(num_bytes) for key, num_bytes in sizes.items()}
         needed = self.settings.num_slots * sum(self._sizes.values())
-        self._folder, lock = claim_folder(disk_dir / self.settings.folder, needed)
+        self._folder, self._lock = claim_folder(disk_dir / self.settings.folder, needed)
         self._finalizer = weakref.finalize(
-            self, release_folder, self._folder, lock, keep_files=self.settings.resume
+            self, release_folder, self._folder, self._lock, keep_files=self.settings.resume
         )
         try:
             self._generations = Generations(
@@ -215,8 +215,8 @@ class DiskStore:
         slot = self._generations.newest[key].slot
         return slots[slot * size : (slot + 1) * size]
 
-    def close(self) -> None:
-        """Stop the threads and remove the files, except a generation that may be resumed."""
+    def close(self, *, keep_files: bool = False) -> None:
+        """Stop the threads and remove the files, unless a later run is to resume from them."""
         if not self._finalizer.alive:
             return
         self._reader.shutdown()
@@ -225,7 +225,8 @@ class DiskStore:
             file.close()
         self._ring.buffers = []
         self._in_ram = {}
-        self._finalizer()
+        self._finalizer.detach()
+        release_folder(self._folder, self._lock, keep_files=keep_files)
 
     def _new_file(self, key: int, size: int) -> BlockFile:
         path = self._folder / _file_name(key)

@@ -222,11 +222,11 @@ class BlockEngine:
             self.states.commit(self.states.disk.meta, durable=True)
         self.states.settle()
 
-    def close(self) -> None:
-        """Free memory and files."""
+    def close(self, *, keep_files: bool = False) -> None:
+        """Free memory, and files unless a later run is to resume from them."""
         self._link.close()
         self._bank.close()
-        self.states.close()
+        self.states.close(keep_files=keep_files)
 
     # -- the step -----------------------------------------------------------------------------
 

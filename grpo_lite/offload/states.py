@@ -144,10 +144,10 @@ class BlockStates:
         if self.disk is not None:
             self.disk.settle()
 
-    def close(self) -> None:
-        """Free memory and files."""
+    def close(self, *, keep_files: bool = False) -> None:
+        """Free memory, and files unless a later run is to resume from them."""
         if self.disk is not None:
-            self.disk.close()
+            self.disk.close(keep_files=keep_files)
         self._ram.close()
         self._slabs = {}
 

@@ -101,7 +101,7 @@ def test_a_new_run_takes_up_the_last_committed_generation_not_the_torn_one(open_
     store.commit({"step": 1})
     store.settle()
     fill(store, 20, keys=[0, 2])  # the process dies here
-    store.close()
+    store.close(keep_files=True)
     again = open_store(resume=True)
     assert again.meta == {"step": 1}
     assert values(again) == {0: 10, 1: 11, 2: 12, 3: 13}
@@ -114,7 +114,7 @@ def test_generations_alternate_between_the_slots_however_often_a_record_is_skipp
     for step in range(1, 6):
         fill(store, 10 * step, keys=[0, 1] if step % 2 else [0, 2])
         store.commit({"step": step})
-    store.close()
+    store.close(keep_files=True)
     again = open_store(resume=True)
     assert again.meta == {"step": 5}
     assert values(again) == {0: 50, 1: 51, 2: 42, 3: 3}
@@ -125,7 +125,7 @@ def test_without_resume_files_are_removed_at_start_and_at_the_end(open_store, tm
     store = open_store(resume=True)
     fill(store, 1)
     store.commit({})
-    store.close()
+    store.close(keep_files=True)
     assert list(tmp_path.rglob("*.bin"))
     with caplog.at_level(logging.WARNING):
         open_store().close()
@@ -137,7 +137,7 @@ def test_a_generation_of_another_model_is_refused_and_kept(open_store, tmp_path)
     store = open_store(resume=True)
     fill(store, 1)
     store.commit({"step": 3})
-    store.close()
+    store.close(keep_files=True)
     with pytest.raises(UsageError, match="another model"):
         open_store(resume=True, fingerprint="two")
     again = open_store(resume=True)
@@ -148,7 +148,7 @@ def test_a_missing_file_of_a_generation_is_named(open_store, tmp_path):
     store = open_store(resume=True)
     fill(store, 1)
     store.commit({})
-    store.close()
+    store.close(keep_files=True)
     next(tmp_path.rglob("block-00002.bin")).unlink()
     with pytest.raises(StoreError, match=r"lacks block-00002\.bin"):
         open_store(resume=True)
@@ -159,7 +159,7 @@ def test_a_damaged_manifest_is_a_clear_error(open_store, tmp_path, text):
     store = open_store(resume=True)
     fill(store, 1)
     store.commit({})
-    store.close()
+    store.close(keep_files=True)
     next(tmp_path.rglob("manifest.json")).write_text(text)
     with pytest.raises(StoreError, match="manifest"):
         open_store(resume=True)
@@ -211,7 +211,7 @@ def test_a_failed_write_loses_nothing_and_is_tried_again(open_store, io, code):
     store.commit({"step": 2})
     store.settle()
     found = values(store)
-    store.close()
+    store.close(keep_files=True)
     again = open_store(resume=True)
     assert values(again) == found
     assert again.meta == {"step": 2}
@@ -235,7 +235,7 @@ def test_no_generation_is_committed_before_a_failed_write_is_repeated(open_store
         store.settle()
     except StoreError:
         pass
-    store.close()
+    store.close(keep_files=True)
     io.write_errno = None
     again = open_store(resume=True)
     assert again.meta == {"step": 1}
@@ -266,7 +266,7 @@ def test_a_manifest_that_cannot_be_replaced_is_tried_again(open_store, io):
         store.settle()
     io.replace_errno = None
     store.settle()
-    store.close()
+    store.close(keep_files=True)
     again = open_store(resume=True)
     assert again.meta == {"step": 2}
     assert values(again) == {0: 30, 1: 31, 2: 32, 3: 33}
@@ -277,7 +277,7 @@ def test_a_durable_commit_is_the_same_generation(open_store):
     fill(store, 1)
     store.commit({"step": 1}, durable=True)
     store.settle()
-    store.close()
+    store.close(keep_files=True)
     assert values(open_store(resume=True)) == {0: 1, 1: 2, 2: 3, 3: 4}
 
 

@@ -104,7 +104,7 @@ def faulty_run(folder, seed, expected):
             if number == struck and kind in FaultyIO.KINDS:
                 io.arm(kind, at=dice.randrange(30), times=dice.choice([1, 1, 2, 5]))
             if number == struck and kind.endswith("file"):
-                optimizer.close()
+                optimizer.close(keep_files=True)
                 harm_file(folder, kind, dice)
                 model = make_model(seed=1)
                 optimizer = open_run(model, folder, tier, file_io=io, resume=True)

@@ -408,13 +408,14 @@ def test_a_killed_run_is_taken_up_at_its_last_whole_step(tmp_path):
     expected = weights(model)
     optimizer.param_groups[0]["lr"] = 0.5
     loss_of(model, 77).backward()  # dies before the step
-    optimizer.close()
+    optimizer.close(keep_files=True)
     fresh = make_model(seed=5)
     again = make(fresh, "disk", tmp_path, resume=True)
     assert again.completed_steps == 4
     assert again.param_groups[0]["lr"] == LR
     assert_same(expected, weights(fresh))
     again.close()
+    assert not list(tmp_path.iterdir()), "a finished run leaves nothing on the disk"
 
 
 def test_status_tells_where_blocks_are(tmp_path):
