@@ -228,19 +228,25 @@ def _static_bytes(
 
 def _group(term: Term, count: int, shape: Shape, num_bytes: int) -> TensorGroup:
     """Return `count` tensors of `term` with their arithmetic at `shape` in words."""
-    parts = [f"{count:,} tensors"] if count > 1 else []
+    arithmetic = term_arithmetic(term, shape)
+    return TensorGroup(
+        category=term.category,
+        operation=term.operation,
+        arithmetic=f"{count:,} tensors x {arithmetic}" if count > 1 else arithmetic,
+        num_bytes=num_bytes,
+    )
+
+
+def term_arithmetic(term: Term, shape: Shape) -> str:
+    """Return one tensor of `term` at `shape` in words: "8 rows x 768 tokens x 1536 x 2 bytes"."""
+    parts = []
     for dimension in term.dimensions:
         value = getattr(shape, dimension, None)
         parts.append(
             dimension if value is None else f"{value:,} {_WORDS.get(dimension, dimension)}"
         )
     parts.append(f"{term.item_bytes} bytes")
-    return TensorGroup(
-        category=term.category,
-        operation=term.operation,
-        arithmetic=" x ".join(parts),
-        num_bytes=num_bytes,
-    )
+    return " x ".join(parts)
 
 
 _WORDS = {"completion": "completion tokens", "chunk": "tokens of a chunk"}
