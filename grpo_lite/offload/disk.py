@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,12 +101,14 @@ class DiskStore:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="grpo-lite-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="grpo-lite-write")
 
-    def prefetch(self, key: int) -> None:
-        """Begin to read record `key` if a buffer is free."""
-        if key in self._in_ram or self._ring.find(key) or key not in self._generations.newest:
-            return
-        buffer = self._ring.free()
-        if buffer is not None:
+    def prefetch(self, keys: Sequence[int]) -> None:
+        """Begin to read `keys` as far as there are buffers that hold none of them."""
+        for key in keys:
+            if key in self._in_ram or self._ring.find(key):
+                continue
+            buffer = self._ring.free(keep=keys)
+            if buffer is None or key not in self._generations.newest:
+                return
             self._start_reading(buffer, key)
 
     def fetch(self, key: int, *, fresh: bool = False) -> torch.Tensor:

@@ -5,6 +5,7 @@ Knows buffers and what they are busy with; files and checksums are `disk`'s.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,10 +80,13 @@ class BufferRing:
         self._clock += 1
         buffer.used_at = self._clock
 
-    def free(self) -> Buffer | None:
-        """Return an idle buffer, an empty or the longest unused one; None where all are in use."""
+    def free(self, *, keep: Collection[int] = ()) -> Buffer | None:
+        """Return an idle buffer that holds none of `keep`; None where there is none.
+
+        Empty ones come first, then the longest unused.
+        """
         for buffer in self.having(Use.WRITING):
             if not buffer.is_busy and buffer.wait() is None:
                 buffer.use = Use.IDLE
-        idle = self.having(Use.IDLE)
+        idle = [buffer for buffer in self.having(Use.IDLE) if buffer.key not in keep]
         return min(idle, key=lambda buffer: (buffer.key is not None, buffer.used_at), default=None)

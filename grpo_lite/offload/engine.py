@@ -274,24 +274,32 @@ class BlockEngine:
         """Update the next block; it is done, and recorded as done, or as it was."""
         index = progress.remaining[0]
         began = time.perf_counter()
+        self._look_ahead(progress)
         state = self.states.fetch(index)
         try:
             gradient = self._bank.fetch(index)
         except BaseException:
             self.states.put(index, changed=False)
             raise
-        for ahead in progress.remaining[1:3]:
-            self.states.prefetch(ahead)
-            self._bank.prefetch(ahead)
+        self._look_ahead(progress)
         progress.wait_s += time.perf_counter() - began
         self._update(index, state, gradient, progress)
         progress.remaining.pop(0)
+        self._look_ahead(progress)
         began = time.perf_counter()
         try:
             self.states.put(index)
         finally:
             self._bank.release()
             progress.wait_s += time.perf_counter() - began
+
+    def _look_ahead(self, progress: Progress) -> None:
+        """Begin to read what comes next if a buffer is free now; asked often, since it never waits.
+
+        A write that has ended since the last call has freed a buffer, and the disk should not rest.
+        """
+        self.states.prefetch(progress.remaining[:3])
+        self._bank.prefetch(progress.remaining[:2])
 
     def _update(
         self, index: int, state: torch.Tensor, gradient: torch.Tensor, progress: Progress

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -133,10 +133,10 @@ class GradientBank:
             return slab
         return self._on_host(index)
 
-    def prefetch(self, index: int) -> None:
-        """Begin to read the gradient of block `index` if it is on disk."""
-        if self._disk is not None and index in self._touched:
-            self._disk.prefetch(index)
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to read those gradients of `indices` that are on disk, in this order."""
+        if self._disk is not None:
+            self._disk.prefetch([index for index in indices if index in self._touched])
 
     def release(self) -> None:
         """Take back what `fetch` lent; a step has used it up."""
@@ -228,8 +228,7 @@ class GradientBank:
             self._lent_record = self._disk.fetch(index, fresh=index not in self._touched)
             self._lent = index
             self._touched.add(index)
-            if index + 1 in self._touched:
-                self._disk.prefetch(index + 1)
+            self.prefetch([index + 1])
         num_bytes = self._layout.blocks[index].accumulator_bytes
         return self._lent_record[:num_bytes].view(torch.float32)
 

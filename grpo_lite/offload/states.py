@@ -6,7 +6,7 @@ Blocks of the card tier have a fourth row, their gradient accumulator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -80,10 +80,10 @@ class BlockStates:
         finally:
             self.put(index, changed=changed)
 
-    def prefetch(self, index: int) -> None:
-        """Begin to bring the state of block `index` near."""
-        if index not in self._slabs:
-            self._store(index).prefetch(index)
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to bring the states of `indices` near, in this order."""
+        if self.disk is not None:
+            self.disk.prefetch([i for i in indices if self._homes[i] is Tier.DISK])
 
     def card_accumulator(self, index: int) -> torch.Tensor | None:
         """Return the gradient accumulator of block `index` if it lies on the card, fp32 [n]."""

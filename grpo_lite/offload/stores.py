@@ -6,7 +6,7 @@ know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -34,8 +34,11 @@ class BlockStore(Protocol):
     written_bytes: int
     """Bytes written to the store's medium so far; 0 where it is memory."""
 
-    def prefetch(self, key: int) -> None:
-        """Begin to bring record `key` near if a buffer is free; never waits."""
+    def prefetch(self, keys: Sequence[int]) -> None:
+        """Begin to bring `keys` near, in this order, as far as buffers are free; never waits.
+
+        What is near already stays: no record makes room for another of `keys`.
+        """
         ...
 
     def fetch(self, key: int, *, fresh: bool = False) -> torch.Tensor:
@@ -82,8 +85,8 @@ class PinnedStore:
         self._memory = memory
         self._lent: set[int] = set()
 
-    def prefetch(self, key: int) -> None:
-        """Do nothing: the record is near."""
+    def prefetch(self, keys: Sequence[int]) -> None:
+        """Do nothing: records are near."""
 
     def fetch(self, key: int, *, fresh: bool = False) -> torch.Tensor:
         """Lend record `key` where it lies."""

@@ -90,7 +90,7 @@ def test_what_was_put_last_is_what_comes_back(make, actions):
             store.put(key)
             versions[key] = number
         elif action == "prefetch":
-            store.prefetch(key)
+            store.prefetch([key, *SIZES])
         elif action == "settle":
             store.settle()
         elif key in versions:
