@@ -32,8 +32,10 @@ from grpo_lite.offload.intake import (
 from grpo_lite.offload.link import IN_FLIGHT_BYTES, LINK_BYTES
 from grpo_lite.offload.options import EngineOptions
 from grpo_lite.offload.placement import (
+    STATE_BUFFERS,
     OffloadBudget,
     TierBytes,
+    extra_buffers,
     place,
     priority_order,
     tier_bytes,
@@ -130,6 +132,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         )
         placement = place(layout, self._budget, priority_order(layout))
         needed = tier_bytes(layout, placement, link_bytes=self._budget.link_bytes)
+        spare = self._budget.host_bytes - needed.host_bytes
+        extra = extra_buffers(layout, spare) if resume else 0
         self._engine = BlockEngine(
             self._trained,
             layout,
@@ -139,7 +143,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 disk_dir=folder,
                 disk_settings=DiskSettings(
                     resume=resume,
-                    spare_bytes=self._budget.host_bytes - needed.host_bytes,
+                    num_buffers=STATE_BUFFERS + extra,
+                    spare_bytes=0 if extra else spare,
                     io=file_io or FileIO(),
                 ),
                 in_flight_bytes=in_flight,

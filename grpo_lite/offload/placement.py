@@ -166,6 +166,15 @@ def _buffer_bytes(blocks: Sequence[GradientBlock], attribute: str) -> int:
     return max(record_bytes(getattr(block, attribute)) for block in blocks) + PAGE_BYTES
 
 
+def extra_buffers(layout: Layout, spare_bytes: int) -> int:
+    """Return how many more state buffers `spare_bytes` of RAM hold, at most one for each block.
+
+    Where every state must be on disk (to be resumed from), RAM that is left saves reads this way.
+    """
+    buffers = spare_bytes // _buffer_bytes(layout.blocks, "state_bytes")
+    return max(0, min(buffers, len(layout.blocks) - STATE_BUFFERS))
+
+
 def priority(block: GradientBlock, *, num_blocks: int, importance: float) -> tuple[float, ...]:
     """Return the sort key of `block`: smaller keys deserve the faster tier.
 

@@ -418,6 +418,27 @@ def test_a_killed_run_is_taken_up_at_its_last_whole_step(tmp_path):
     assert not list(tmp_path.iterdir()), "a finished run leaves nothing on the disk"
 
 
+def test_spare_ram_saves_reads_of_a_run_that_can_be_resumed(tmp_path):
+    model = make_model()
+    host_bytes = budgets(model, "disk", 4096)["host_bytes"] + 2**20
+    optimizer = OffloadedAdamW(
+        model.named_parameters(),
+        block_bytes=4096,
+        host_bytes=host_bytes,
+        disk_dir=tmp_path,
+        resume=True,
+    )
+    for step in range(3):
+        update(model, optimizer, step)
+    optimizer.settle()
+    predicted = optimizer.tier_bytes()
+    disk = optimizer.engine.states.disk
+    assert disk.read_bytes == 0
+    assert disk.written_bytes == 4 * predicted.disk_written_bytes  # masters and three steps
+    assert optimizer.engine.memory.allocated_bytes <= host_bytes
+    optimizer.close()
+
+
 def test_status_tells_where_blocks_are(tmp_path):
     model = make_model()
     optimizer = make(model, "all three", tmp_path)
