@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 
 from grpo_lite.cards.card import Budget, Card
 from grpo_lite.cards.profile import (
+    CPU_NAME,
     CardProfile,
     Figure,
+    list_profiles,
     load_profile,
     match_profile,
     virtual_profile,
@@ -72,7 +74,7 @@ def open_card(spec: str, *, reserve_bytes: int = 0) -> Card:
     Raises:
         UsageError: `spec` names a card model (a run needs a live or a virtual card), or none.
     """
-    if spec.startswith("virtual:"):
+    if is_virtual(spec):
         from grpo_lite.cards.virtual import VirtualCard
 
         planned = plan_card(spec, reserve_bytes=reserve_bytes)
@@ -90,6 +92,13 @@ def open_card(spec: str, *, reserve_bytes: int = 0) -> Card:
     return CudaCard(budget_bytes=planned.budget.card_bytes)
 
 
+def is_virtual(spec: str) -> bool:
+    """Return whether `spec` names a budget on CPU tensors: virtual, or the processor as a card."""
+    if spec.startswith("virtual:"):
+        return True
+    return spec == CPU_NAME and CPU_NAME in list_profiles()
+
+
 def _plan_virtual(spec: str) -> PlannedCard:
     try:
         total_bytes = parse_bytes(spec.removeprefix("virtual:"))
@@ -97,15 +106,27 @@ def _plan_virtual(spec: str) -> PlannedCard:
         raise UsageError(f"--card {spec}: {error}", hint="--card virtual:8GiB") from error
     if total_bytes == 0:
         raise UsageError(f"--card {spec} has no memory", hint="--card virtual:8GiB")
+    profile = virtual_profile(spec, total_bytes)
+    note = "a byte budget on CPU tensors; its speeds are assumed and only rank plans"
+    if CPU_NAME in list_profiles():
+        cpu = load_profile(CPU_NAME)
+        profile = replace(
+            profile,
+            supports_bfloat16=cpu.supports_bfloat16,
+            memory_bandwidth_bytes_per_s=cpu.memory_bandwidth_bytes_per_s,
+            flops_per_s=cpu.flops_per_s,
+            launch_s=cpu.launch_s,
+        )
+        note = "a byte budget on CPU tensors; speeds measured by `grpo-lite profile`"
     return PlannedCard(
         spec=spec,
-        profile=virtual_profile(spec, total_bytes),
+        profile=profile,
         budget=Budget(
             card_bytes=total_bytes,
             total_bytes=total_bytes,
             uncertainty_fraction=VIRTUAL_UNCERTAINTY_FRACTION,
         ),
-        note="a byte budget on CPU tensors; its speeds are assumed and only rank plans",
+        note=note,
     )
 
 
@@ -114,6 +135,7 @@ def _plan_named(spec: str) -> PlannedCard:
     runtime_bytes = _runtime_bytes(profile)
     held_bytes = int(profile.held_by_others_bytes.value)
     total_bytes = int(profile.total_bytes.value)
+    is_cpu = profile.form == "cpu"
     return PlannedCard(
         spec=spec,
         profile=profile,
@@ -122,7 +144,9 @@ def _plan_named(spec: str) -> PlannedCard:
             total_bytes=total_bytes,
             runtime_bytes=runtime_bytes,
             held_by_others_bytes=held_bytes,
-            uncertainty_fraction=CARD_UNCERTAINTY_FRACTION,
+            uncertainty_fraction=(
+                VIRTUAL_UNCERTAINTY_FRACTION if is_cpu else CARD_UNCERTAINTY_FRACTION
+            ),
         ),
         note=(
             f"profile figures: total {profile.total_bytes.source}, context "

@@ -7,17 +7,19 @@ Knows no torch, no driver and no plan: what a live card really has free is `Budg
 from __future__ import annotations
 
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.resources.abc import Traversable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import platformdirs
+import tomli_w
 
-from grpo_lite.errors import UsageError, unknown_name
+from grpo_lite.errors import StoreError, UsageError, unknown_name
 from grpo_lite.shipped import profiles_root
 from grpo_lite.units import format_bytes
 
@@ -25,6 +27,8 @@ SOURCES = ("measured", "datasheet", "estimated", "assumed")
 """Seen in outputs or logs; stated by the vendor; derived or recalled; chosen by grpo-lite."""
 SPEED_DTYPES = ("bfloat16", "float16", "float32")
 """The dtypes whose FLOP/s a profile states."""
+CPU_NAME = "cpu"
+"""The profile of this machine's processor as a card, made by `grpo-lite profile`."""
 SAME_CARD_FRACTION = 0.1
 """How far a card's memory may lie from a profile's: ECC takes up to 7.5 % (RTX A6000)."""
 
@@ -66,7 +70,7 @@ class CardProfile:
     nvml_name: str | None
     """What the driver calls the card; None for a byte budget on CPU tensors."""
     form: str
-    """"laptop", "desktop", "workstation", "datacenter" or "virtual"."""
+    """"laptop", "desktop", "workstation", "datacenter", "virtual", or "cpu": measured here."""
     arch: str
     """The vendor's name of the generation."""
     compute_capability: str | None
@@ -85,8 +89,16 @@ class CardProfile:
     """Of the card's own memory."""
     flops_per_s: Mapping[str, Figure]
     """Dense rate by dtype (SPEED_DTYPES) with float32 accumulation."""
+    launch_s: Figure | None = None
+    """Seconds to start one operation from eager PyTorch."""
     link_bytes_per_s: Figure | None = None
-    """One direction between host and card; None where both are one memory."""
+    """From page-locked host memory to the card; None where both are one memory."""
+    link_to_host_bytes_per_s: Figure | None = None
+    """The other direction; None where it was not measured."""
+    pageable_link_bytes_per_s: Figure | None = None
+    """From ordinary host memory to the card."""
+    pinnable_bytes: Figure | None = None
+    """Host memory that could be page-locked; WSL2 and containers cap it."""
     driver_total_bytes: Figure | None = None
     """What nvidia-smi shows."""
     windows_total_bytes: Figure | None = None
@@ -94,7 +106,13 @@ class CardProfile:
     windows_held_by_others_bytes: Figure | None = None
     """Not free at idle on Windows and WSL."""
     host_ram_bytes: Figure | None = None
-    """RAM of the machine, where the profile is of a hosted one."""
+    """RAM of the machine, where the profile is of one machine."""
+    host_bandwidth_bytes_per_s: Figure | None = None
+    """Bytes read and written by a copy in that RAM."""
+    disk_write_bytes_per_s: Figure | None = None
+    """Writing blocks of 128 MiB on the disk that offload would use."""
+    disk_read_bytes_per_s: Figure | None = None
+    """Reading them back."""
     tdp_w: Figure | None = None
     """Power limit in watts."""
     chip: str = ""
@@ -187,12 +205,52 @@ def parse_profile(text: str, origin: str) -> CardProfile:
         raise UsageError(f"{origin} is not valid TOML: {error}") from error
     reader = _Reader(table=table, origin=origin)
     reader.require_known(table, _READERS)
-    needed = [f.name for f in fields(CardProfile) if f.default is MISSING and f.name != "name"]
+    needed = {f.name for f in fields(CardProfile) if f.default is MISSING} - {"name"}
+    if table.get("form") == "cpu":
+        needed -= {"nvml_name", "compute_capability"}
     wanted = [key for key in _READERS if key in table or key in needed]
-    values: dict[str, Any] = {key: _READERS[key](reader, key) for key in wanted}
-    if not re.fullmatch(r"\d+\.\d+", values["compute_capability"]):
-        raise reader.wrong("compute_capability", values["compute_capability"], 'text such as "8.6"')
+    values: dict[str, Any] = {
+        **dict.fromkeys(("nvml_name", "compute_capability")),
+        **{key: _READERS[key](reader, key) for key in wanted},
+    }
+    capability = values["compute_capability"]
+    if capability is not None and not re.fullmatch(r"\d+\.\d+", capability):
+        raise reader.wrong("compute_capability", capability, 'text such as "8.6"')
     return CardProfile(name=PurePath(origin).stem, **values)
+
+
+def profile_to_toml(profile: CardProfile) -> str:
+    """Return `profile` as the text that `parse_profile` reads."""
+    table = {key: value for key, value in asdict(profile).items() if key != "name"}
+    return tomli_w.dumps(_without_none(table))
+
+
+def save_profile(profile: CardProfile) -> Path:
+    """Write `profile` to the user's profiles, whole or not at all; return its file.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    file = user_profiles() / f"{profile.name}.toml"
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(profile_to_toml(profile), encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise StoreError(f"{file} cannot be written: {error.strerror}") from error
+    return file
+
+
+def user_profiles() -> Path:
+    """Return the folder of the user's own profiles."""
+    return Path(platformdirs.user_config_path("grpo-lite")) / "cards"
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +348,14 @@ _READERS: dict[str, Callable[[_Reader, str], object]] = {
     "windows_held_by_others_bytes": _Reader.amount,
     "host_ram_bytes": _Reader.amount,
     "memory_bandwidth_bytes_per_s": _Reader.rate,
+    "host_bandwidth_bytes_per_s": _Reader.rate,
+    "disk_write_bytes_per_s": _Reader.rate,
+    "disk_read_bytes_per_s": _Reader.rate,
     "link_bytes_per_s": _Reader.rate,
+    "link_to_host_bytes_per_s": _Reader.rate,
+    "pageable_link_bytes_per_s": _Reader.rate,
+    "pinnable_bytes": _Reader.amount,
+    "launch_s": _Reader.rate,
     "tdp_w": _Reader.rate,
     "flops_per_s": _Reader.rates,
 }
@@ -300,9 +365,8 @@ _READERS: dict[str, Callable[[_Reader, str], object]] = {
 def _profile_files() -> dict[str, Traversable]:
     """Return the profile files by name; the user's replace the shipped ones."""
     folders: list[Traversable] = [profiles_root() / "cards"]
-    users = platformdirs.user_config_path("grpo-lite") / "cards"
-    if users.is_dir():
-        folders.append(users)
+    if user_profiles().is_dir():
+        folders.append(user_profiles())
     return {
         PurePath(file.name).stem: file
         for folder in folders
