@@ -19,6 +19,7 @@ from grpo_lite.plan import Category, Phase, Plan, Workload
 from grpo_lite.predict.footprint import Shape
 from grpo_lite.predict.memory import (
     PhaseEstimate,
+    Standing,
     estimate_logprob,
     estimate_micro_batch,
     estimate_rollout,
@@ -146,8 +147,7 @@ class Governor:
         Raises:
             BudgetExceeded: it is out of memory again after all that could be freed was freed.
         """
-        footprint = self.question.footprint
-        self._begin(Phase.STEP, estimate_step(footprint, self.workload).allocated_bytes)
+        self._begin(Phase.STEP, estimate_step(self._standing).allocated_bytes)
         last: Rescue | None = None
         while True:
             tried = try_once(self.card, function)
@@ -179,24 +179,29 @@ class Governor:
         return estimate.allocated_bytes - (0 if self.has_states else states_bytes)
 
     def _estimate(self, phase: Phase, shape: Shape) -> PhaseEstimate:
-        footprint = self.question.footprint
         if phase is Phase.ROLLOUT:
             return estimate_rollout(
-                footprint,
-                self.workload,
+                self._standing,
                 rows=shape.rows,
                 prompt=shape.tokens - shape.completion,
                 completion=shape.completion,
             )
         if phase is Phase.LOGPROB:
-            return estimate_logprob(footprint, self.workload, shape)
+            return estimate_logprob(self._standing, shape)
         return estimate_micro_batch(
-            footprint,
-            self.workload,
+            self._standing,
             shape,
             phase=phase,
             checkpointing=self.plan.gradient_checkpointing,
-            accumulating=self._num_micro_batches > 1,
+            has_earlier=self._num_micro_batches > 1,
+        )
+
+    @property
+    def _standing(self) -> Standing:
+        return Standing(
+            footprint=self.question.footprint,
+            workload=self.workload,
+            offload=self.plan.offload,
         )
 
     def _abandon(self, undo: Callable[[], None] | None) -> Phase:

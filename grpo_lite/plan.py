@@ -13,6 +13,7 @@ from grpo_lite.errors import UsageError
 METHODS = ("full", "lora")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 DTYPES = ("bfloat16", "float32")
+OFFLOADS = ("none", "host", "disk")
 
 
 class Phase(StrEnum):
@@ -149,6 +150,8 @@ class Plan:
     """Completion tokens whose logits exist at once in the head."""
     rollout_batch: int
     """Rows that are sampled at once."""
+    offload: str = "none"
+    """Where gradients and optimizer state live: "none" (card), "host" (RAM), "disk" (files)."""
     reasons: dict[str, str] = field(default_factory=dict, compare=False)
     """Why each field has its value, by field name."""
 
@@ -160,6 +163,7 @@ class Plan:
             "rollout_batch",
         ):
             _require_positive(name, getattr(self, name))
+        _require_choice("offload", self.offload, OFFLOADS)
 
     @property
     def num_rows(self) -> int:

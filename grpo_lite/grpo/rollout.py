@@ -42,7 +42,7 @@ class DecodeState:
     cache: Any
     """The model's KV cache."""
     mask: torch.Tensor
-    """1 where the cache holds a real token; [R, P + C], its first `length` columns in use."""
+    """True where the cache holds a real token; [R, P + C], its first `length` columns in use."""
     positions: torch.Tensor
     """Position of the token that comes next in each row; [R, 1]."""
     length: int
@@ -67,7 +67,7 @@ def prefill(
 ) -> tuple[torch.Tensor, DecodeState]:
     """Run the prompts [R, P] through `model`; return logits of the next token [R, V] and the state.
 
-    `mask` is [R, P + C], 1 at prompt tokens and in the whole of C.
+    `mask` is bool [R, P + C], true at prompt tokens and in the whole of C.
     """
     num_tokens = input_ids.shape[1]
     counted = mask[:, :num_tokens].cumsum(1)
@@ -180,10 +180,10 @@ def _left_padded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(len(ids) for ids in prompts)
     input_ids = torch.full((len(prompts), longest), pad_id, dtype=torch.int64)
-    mask = torch.ones(len(prompts), longest + cap, dtype=torch.int64)
+    mask = torch.ones(len(prompts), longest + cap, dtype=torch.bool)
     for index, ids in enumerate(prompts):
         input_ids[index, longest - len(ids) :] = torch.tensor(ids)
-        mask[index, : longest - len(ids)] = 0
+        mask[index, : longest - len(ids)] = False
     return input_ids.to(device), mask.to(device)
 
 

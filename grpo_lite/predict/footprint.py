@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 from grpo_lite.plan import Category
@@ -25,7 +26,7 @@ Monomial = tuple[int, ...]
 Polynomial = Mapping[Monomial, float]
 """Coefficient by monomial."""
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the cached form."""
 
 
@@ -146,15 +147,25 @@ class Footprint:
     """Depth of the model that was traced; the repeating layers between are counted."""
     versions: Mapping[str, str]
     """Package versions whose code was traced."""
+    trainable_numels: tuple[int, ...] = ()
+    """Elements of each trained tensor of the full model in order; empty for adapters."""
 
 
-def stage_name(stage: str, *, checkpointing: bool, accumulating: bool) -> str:
-    """Return the key of "forward" or "backward" run in a given way.
+class Gradients(StrEnum):
+    """What becomes of each gradient that backward makes."""
 
-    `accumulating`: gradients of an earlier micro-batch exist already.
-    """
+    KEPT = "kept"
+    """It stays: the first micro-batch of an update."""
+    ACCUMULATING = "accumulating"
+    """It is added to the one of an earlier micro-batch and dies."""
+    LEAVING = "leaving"
+    """It leaves the card and dies: the block engine takes it."""
+
+
+def stage_name(stage: str, *, checkpointing: bool, gradients: Gradients = Gradients.KEPT) -> str:
+    """Return the key of "forward" or "backward" run in a given way."""
     name = f"{stage}/checkpointed" if checkpointing else stage
-    return f"{name}/accumulating" if accumulating else name
+    return name if gradients is Gradients.KEPT else f"{name}/{gradients}"
 
 
 def footprint_to_json(footprint: Footprint) -> str:
@@ -186,6 +197,7 @@ def footprint_from_json(text: str) -> Footprint:
         raise ValueError("the cached footprint is damaged") from error
     data = json.loads(outer["footprint"])
     data["weights"] = Weights(**data["weights"])
+    data["trainable_numels"] = tuple(data["trainable_numels"])
     data["terms"] = tuple(_term(term) for term in data["terms"])
     data["stages"] = {name: _stage(stage) for name, stage in data["stages"].items()}
     return Footprint(**data)

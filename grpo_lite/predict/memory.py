@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from grpo_lite.optimizers import optimizer_row
 from grpo_lite.plan import Category, Phase, Plan, Workload
-from grpo_lite.predict.footprint import Footprint, Shape, Term, Weights, evaluate, stage_name
+from grpo_lite.predict.footprint import (
+    Footprint,
+    Gradients,
+    Shape,
+    Term,
+    Weights,
+    evaluate,
+    stage_name,
+)
 
 STEP_COUNTER_BYTES = 4
 """torch keeps one fp32 step count for each trained tensor (torch.optim.AdamW, fused)."""
@@ -100,82 +108,99 @@ def optimizer_state_bytes(weights: Weights, workload: Workload) -> int:
 
 def estimate_memory(footprint: Footprint, workload: Workload, plan: Plan) -> MemoryEstimate:
     """Return the predicted bytes of one update of `workload` under `plan`, at its length caps."""
-    phases = [_static_phase(Phase.LOAD, footprint, workload, where="weights on the card")]
+    question = Standing(footprint=footprint, workload=workload, offload=plan.offload)
+    shape = micro_batch_shape(workload, plan)
+    phases = [_static_phase(Phase.LOAD, question, where="weights on the card")]
     phases.append(
         estimate_rollout(
-            footprint,
-            workload,
+            question,
             rows=plan.rollout_batch,
             prompt=workload.max_prompt_length,
             completion=workload.max_completion_length,
         )
     )
-    shape = micro_batch_shape(workload, plan)
     if workload.needs_logprob_phase:
-        phases.append(estimate_logprob(footprint, workload, shape))
+        phases.append(estimate_logprob(question, shape))
     phases.extend(
         estimate_micro_batch(
-            footprint,
-            workload,
+            question,
             shape,
             phase=phase,
             checkpointing=plan.gradient_checkpointing,
-            accumulating=plan.gradient_accumulation_steps > 1,
+            has_earlier=plan.gradient_accumulation_steps > 1,
         )
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
-    phases.append(estimate_step(footprint, workload))
+    phases.append(estimate_step(question))
     return MemoryEstimate(phases=tuple(phases))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What stays on the card from phase to phase."""
+
+    footprint: Footprint
+    """What the trace learnt."""
+    workload: Workload
+    """The experiment."""
+    offload: str = "none"
+    """As in `Plan.offload`: elsewhere than "none", gradients and states leave the card."""
+
+    def static_bytes(self, *, gradients: bool, states: bool) -> dict[Category, int]:
+        """Return the bytes of weights, and of gradients and states if they exist on the card."""
+        weights = self.footprint.weights
+        static = {Category.PARAMETER: weights.parameter_bytes}
+        if self.offload != "none":
+            return static
+        if gradients:
+            static[Category.GRADIENT] = weights.gradient_bytes
+        if states:
+            static[Category.OPTIMIZER_STATE] = optimizer_state_bytes(weights, self.workload)
+        return static
+
+
 def estimate_rollout(
-    footprint: Footprint, workload: Workload, *, rows: int, prompt: int, completion: int
+    standing: Standing, *, rows: int, prompt: int, completion: int
 ) -> PhaseEstimate:
     """Return the bytes of sampling `rows` completions at once, at these lengths in tokens."""
     moments = [("prefill", Shape(rows=rows, tokens=prompt))]
     if completion > 1:
         # The last token is drawn from a cache of all tokens but itself, one of them just fed.
         moments.append(("decode", Shape(rows=rows, tokens=prompt + completion - 2)))
-    return _worst(Phase.ROLLOUT, footprint, workload, moments)
+    return _worst(Phase.ROLLOUT, standing, moments)
 
 
-def estimate_logprob(footprint: Footprint, workload: Workload, shape: Shape) -> PhaseEstimate:
+def estimate_logprob(standing: Standing, shape: Shape) -> PhaseEstimate:
     """Return the bytes of scoring a micro-batch of `shape` without gradient."""
-    return _worst(Phase.LOGPROB, footprint, workload, [("logprob", shape)])
+    return _worst(Phase.LOGPROB, standing, [("logprob", shape)])
 
 
 def estimate_micro_batch(
-    footprint: Footprint,
-    workload: Workload,
-    shape: Shape,
-    *,
-    phase: Phase,
-    checkpointing: bool,
-    accumulating: bool,
+    standing: Standing, shape: Shape, *, phase: Phase, checkpointing: bool, has_earlier: bool
 ) -> PhaseEstimate:
     """Return the bytes of FORWARD or BACKWARD of a micro-batch of `shape`.
 
-    `accumulating`: gradients of an earlier micro-batch exist.
+    `has_earlier`: an earlier micro-batch of the update has left its gradients.
     """
-    name = stage_name(phase.value, checkpointing=checkpointing, accumulating=accumulating)
-    return _worst(phase, footprint, workload, [(name, shape)], gradients=accumulating)
+    gradients = Gradients.ACCUMULATING if has_earlier else Gradients.KEPT
+    if standing.offload != "none":
+        gradients = Gradients.LEAVING
+    name = stage_name(phase.value, checkpointing=checkpointing, gradients=gradients)
+    accumulating = gradients is Gradients.ACCUMULATING
+    return _worst(phase, standing, [(name, shape)], gradients=accumulating)
 
 
-def estimate_step(footprint: Footprint, workload: Workload) -> PhaseEstimate:
+def estimate_step(standing: Standing) -> PhaseEstimate:
     """Return the bytes of the optimizer's step: all static bytes, and nothing beside them."""
-    return _static_phase(Phase.STEP, footprint, workload, where="gradients and states")
+    return _static_phase(Phase.STEP, standing, where="gradients and states")
 
 
 def _worst(
-    phase: Phase,
-    footprint: Footprint,
-    workload: Workload,
-    moments: list[tuple[str, Shape]],
-    *,
-    gradients: bool = False,
+    phase: Phase, standing: Standing, moments: list[tuple[str, Shape]], *, gradients: bool = False
 ) -> PhaseEstimate:
     """Return the largest instant of the stages in `moments` over the phase's static bytes."""
-    static = _static_bytes(footprint, workload, gradients=gradients, states=True)
+    footprint = standing.footprint
+    static = standing.static_bytes(gradients=gradients, states=True)
     instant, shape = max(
         (
             (instant, shape)
@@ -201,11 +226,9 @@ def _worst(
     )
 
 
-def _static_phase(
-    phase: Phase, footprint: Footprint, workload: Workload, *, where: str
-) -> PhaseEstimate:
+def _static_phase(phase: Phase, standing: Standing, *, where: str) -> PhaseEstimate:
     stepping = phase is Phase.STEP
-    static = _static_bytes(footprint, workload, gradients=stepping, states=stepping)
+    static = standing.static_bytes(gradients=stepping, states=stepping)
     return PhaseEstimate(
         phase=phase,
         allocated_bytes=sum(static.values()),
@@ -213,17 +236,6 @@ def _static_phase(
         where=where,
         largest=(),
     )
-
-
-def _static_bytes(
-    footprint: Footprint, workload: Workload, *, gradients: bool, states: bool
-) -> dict[Category, int]:
-    static = {Category.PARAMETER: footprint.weights.parameter_bytes}
-    if gradients:
-        static[Category.GRADIENT] = footprint.weights.gradient_bytes
-    if states:
-        static[Category.OPTIMIZER_STATE] = optimizer_state_bytes(footprint.weights, workload)
-    return static
 
 
 def _group(term: Term, count: int, shape: Shape, num_bytes: int) -> TensorGroup:

@@ -88,9 +88,7 @@ def estimate_speed(
         phases.append(_phase(Phase.LOGPROB, [(footprint.stages["logprob"], shape, repeats)], rates))
     repeats = plan.gradient_accumulation_steps * workload.num_iterations
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        name = stage_name(
-            phase.value, checkpointing=plan.gradient_checkpointing, accumulating=False
-        )
+        name = stage_name(phase.value, checkpointing=plan.gradient_checkpointing)
         phases.append(_phase(phase, [(footprint.stages[name], shape, repeats)], rates))
     phases.append(_step(footprint, workload, rates))
     return SpeedEstimate(

@@ -91,16 +91,22 @@ def layer_period(config: Any) -> int:
     return depth
 
 
-def build_fake(config: Any, workload: Workload) -> FakeModel:
-    """Return the model of the transformers `config` as `train` would have it for `workload`."""
+def build_meta(config: Any, workload: Workload) -> Any:
+    """Return the model of the transformers `config` on the meta device, adapters included."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(workload))
         model = add_adapters(model, workload)
     prepare_policy(model, workload)
+    return model
+
+
+def build_fake(config: Any, workload: Workload) -> FakeModel:
+    """Return the model of the transformers `config` as `train` would have it for `workload`."""
+    model = build_meta(config, workload)
     mode = FakeTensorMode()
-    _materialise(model, mode)
+    materialise(model, mode)
     return FakeModel(model=model, layers=find_layers(model, config), mode=mode)
 
 
@@ -156,7 +162,8 @@ def _not_packed(position_ids: torch.Tensor) -> None:
     """Say that no sequences are packed; a plain function, since a Mock would keep the tensor."""
 
 
-def _materialise(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+def materialise(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+    """Turn the meta tensors of `model` into fake CPU tensors of `mode`, with ties kept."""
     made: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> Any:

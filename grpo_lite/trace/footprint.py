@@ -11,10 +11,17 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from grpo_lite.plan import Phase, Plan, Workload
-from grpo_lite.predict.footprint import Footprint, Shape, Stage, Weights
+from grpo_lite.plan import Category, Phase, Plan, Workload
+from grpo_lite.predict.footprint import Footprint, Gradients, Shape, Stage, Weights
 from grpo_lite.predict.memory import Rehearsal, micro_batch_shape, optimizer_state_bytes
-from grpo_lite.trace.build import FakeModel, build_fake, layer_period, measure_weights, shorten
+from grpo_lite.trace.build import (
+    FakeModel,
+    build_fake,
+    build_meta,
+    layer_period,
+    measure_weights,
+    shorten,
+)
 from grpo_lite.trace.recorder import Recording, running_peaks
 from grpo_lite.trace.steps import (
     has_plain_cache,
@@ -81,8 +88,7 @@ def _trace_at(depth: Depth, name: str, config: Any, workload: Workload) -> Footp
         add(lambda shape: record_logprobs(fake, workload, shape))
     add(lambda shape: record_micro_batch(fake, workload, shape, checkpointing=False))
     add(lambda shape: record_micro_batch(fake, workload, shape, checkpointing=True))
-    stages.pop("end", None)
-    stages.pop("end/accumulating", None)
+    stages = {name: stage for name, stage in stages.items() if not name.startswith("end")}
     return Footprint(
         model=name,
         weights=_full_weights(config, workload, depth, measure_weights(fake.model)),
@@ -93,7 +99,19 @@ def _trace_at(depth: Depth, name: str, config: Any, workload: Workload) -> Footp
         versions={
             package: metadata.version(package) for package in ("torch", "transformers", "peft")
         },
+        trainable_numels=_trainable_numels(config, workload),
     )
+
+
+def _trainable_numels(config: Any, workload: Workload) -> tuple[int, ...]:
+    """Return the elements of each trained tensor of the full model; empty for adapters.
+
+    What the block engine lays out; adapters are too small to be worth it.
+    """
+    if workload.method != "full":
+        return ()
+    model = build_meta(config, workload)
+    return tuple(parameter.numel() for parameter in model.parameters())
 
 
 def _depth(config: Any, *, first_repeated: int) -> Depth:
@@ -137,22 +155,36 @@ def rehearse(config: Any, workload: Workload, plan: Plan) -> Rehearsal:
     started_s = time.monotonic()
     fake = build_fake(config, workload)
     weights = measure_weights(fake.model)
-    resting_bytes = weights.parameter_bytes + optimizer_state_bytes(weights, workload)
+    static = {Category.PARAMETER: weights.parameter_bytes}
+    if plan.offload == "none":
+        static[Category.OPTIMIZER_STATE] = optimizer_state_bytes(weights, workload)
+        static[Category.GRADIENT] = weights.gradient_bytes
+    resting_bytes = static[Category.PARAMETER] + static.get(Category.OPTIMIZER_STATE, 0)
     peaks: dict[Phase, int] = {Phase.LOAD: weights.parameter_bytes}
     peaks[Phase.ROLLOUT] = resting_bytes + _rollout_peak(fake, workload, plan)
     shape = micro_batch_shape(workload, plan)
     if workload.needs_logprob_phase:
         peaks[Phase.LOGPROB] = resting_bytes + max(
-            running_peaks(record_logprobs(fake, workload, shape), accumulating=False).values()
+            running_peaks(record_logprobs(fake, workload, shape)).values()
         )
-    accumulating = plan.gradient_accumulation_steps > 1
-    recording = record_micro_batch(fake, workload, shape, checkpointing=plan.gradient_checkpointing)
-    gradient_bytes = weights.gradient_bytes
-    for stage, peak_bytes in running_peaks(recording, accumulating=accumulating).items():
+    has_earlier = plan.gradient_accumulation_steps > 1
+    gradients = Gradients.ACCUMULATING if has_earlier else Gradients.KEPT
+    if plan.offload != "none":
+        gradients = Gradients.LEAVING
+    recording = record_micro_batch(
+        fake,
+        workload,
+        shape,
+        checkpointing=plan.gradient_checkpointing,
+        counts_work=False,
+    )
+    standing_bytes = resting_bytes + static.get(Category.GRADIENT, 0)
+    for stage, peak_bytes in running_peaks(recording, gradients).items():
         phase = next((p for p in (Phase.FORWARD, Phase.BACKWARD) if stage.startswith(p)), None)
         if phase is not None:
-            peaks[phase] = resting_bytes + accumulating * gradient_bytes + peak_bytes
-    peaks[Phase.STEP] = resting_bytes + gradient_bytes
+            earlier = gradients is Gradients.ACCUMULATING
+            peaks[phase] = (standing_bytes if earlier else resting_bytes) + peak_bytes
+    peaks[Phase.STEP] = standing_bytes
     return Rehearsal(peak_bytes=peaks, seconds=time.monotonic() - started_s)
 
 
@@ -163,12 +195,12 @@ def _rollout_peak(fake: FakeModel, workload: Workload, plan: Plan) -> int:
     decodes = workload.max_completion_length > 1
     if decodes and has_plain_cache(fake):
         recording = record_rollout(fake, workload, prompt, decode_tokens=last, counts_work=False)
-        peaks = running_peaks(recording, accumulating=False)
+        peaks = running_peaks(recording)
         return max(peaks["prefill"], peaks["decode"])
     recording = record_rollout(fake, workload, prompt, counts_work=False)
-    peak_bytes = running_peaks(recording, accumulating=False)["prefill"]
+    peak_bytes = running_peaks(recording)["prefill"]
     if decodes:
         full = Shape(rows=plan.rollout_batch, tokens=last)
         recording = record_rollout(fake, workload, full, counts_work=False)
-        peak_bytes = max(peak_bytes, running_peaks(recording, accumulating=False)["decode"])
+        peak_bytes = max(peak_bytes, running_peaks(recording)["decode"])
     return peak_bytes

@@ -17,6 +17,12 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from grpo_lite.cards.ledger import LedgerMode, StorageLedger, tensors_in
+from grpo_lite.predict.footprint import Gradients
+
+IN_PLACE = 0
+"""Event: the storage has become the gradient of a parameter, or exists to be added to."""
+ARRIVED = 2
+"""Event: the gradient of a parameter is complete for this micro-batch."""
 
 
 @dataclass(slots=True)
@@ -31,10 +37,7 @@ class Birth:
 
 @dataclass(slots=True)
 class Segment:
-    """What happened between two marks: events are (birth index, +1 | -1 | 0).
-
-    0 says that the storage has become the gradient of a parameter.
-    """
+    """What happened between two marks: events are (birth index, +1 | -1 | IN_PLACE | ARRIVED)."""
 
     stage: str
     part: str
@@ -103,13 +106,18 @@ class Recorder:
         key = self.ledger.key_of(tensor)
         return None if key is None else self._index_of_key[key]
 
-    def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Record that the gradient of `parameter` has arrived in its place."""
+    def note_gradient(self, parameter: torch.Tensor, event: int = ARRIVED) -> None:
+        """Record that the gradient of `parameter` is in its place and, by default, complete."""
         assert parameter.grad is not None
         index = self.index_of(parameter.grad)
-        if index is not None and index not in self.recording.gradients:
+        if index is None:
+            return
+        events = self.recording.segments[-1].events
+        if index not in self.recording.gradients:
             self.recording.gradients.add(index)
-            self.recording.segments[-1].events.append((index, 0))
+            events.append((index, IN_PLACE))
+        if event == ARRIVED:
+            events.append((index, ARRIVED))
 
     def note_forward_end(self) -> None:
         """Record what is alive now as kept for backward."""
@@ -153,19 +161,24 @@ class Recorder:
         self.recording.segments[-1].events.append((index, +1))
 
 
-def running_peaks(recording: Recording, *, accumulating: bool) -> dict[str, int]:
-    """Return the largest sum of what is alive in each stage of one recording, in bytes.
+def change_of(event: int, gradients: Gradients) -> int:
+    """Return by how much `event` changes the number alive, with what becomes of gradients."""
+    if event == IN_PLACE:
+        return -1 if gradients is Gradients.ACCUMULATING else 0
+    if event == ARRIVED:
+        return -1 if gradients is Gradients.LEAVING else 0
+    return event
 
-    `accumulating`: a gradient dies as soon as it is in place, as when it is added to an earlier
-    one.
-    """
+
+def running_peaks(recording: Recording, gradients: Gradients = Gradients.KEPT) -> dict[str, int]:
+    """Return the largest sum of what is alive in each stage of one recording, in bytes."""
     alive_bytes = 0
     gone: set[int] = set()
     peaks: dict[str, int] = {}
     for segment in recording.segments:
         peaks.setdefault(segment.stage, alive_bytes)
-        for birth, sign in segment.events:
-            change = -1 if sign == 0 and accumulating else sign
+        for birth, event in segment.events:
+            change = change_of(event, gradients)
             if birth in gone:
                 continue
             if change < 0:

@@ -22,7 +22,7 @@ from grpo_lite.grpo.update import (
 from grpo_lite.plan import Workload
 from grpo_lite.predict.footprint import Shape
 from grpo_lite.trace.build import FakeModel, answer_data_questions
-from grpo_lite.trace.recorder import Recorder, Recording, watch_layers
+from grpo_lite.trace.recorder import IN_PLACE, Recorder, Recording, watch_layers
 
 
 def record_rollout(
@@ -50,7 +50,7 @@ def record_rollout(
         recorder.mark("prefill", "embedding")
         input_ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
         length = shape.tokens if decode_tokens is None else decode_tokens
-        mask = torch.ones(shape.rows, length + 1, dtype=torch.int64)
+        mask = torch.ones(shape.rows, length + 1, dtype=torch.bool)
         noise = torch.rand(shape.rows)
         logits, state = rollout.prefill(model, input_ids, mask, rollout.make_cache(model))
         tokens = rollout.sample(logits, noise, workload.temperature)
@@ -111,7 +111,7 @@ def record_micro_batch(
         policy = _policy(fake, workload)
         begin_gradients(policy)
         if policy.head.weight_VH.grad is not None:
-            recorder.note_gradient(policy.head.weight_VH)
+            recorder.note_gradient(policy.head.weight_VH, IN_PLACE)
         share = micro_batch_loss(policy, micro, data, shape.chunk)
         recorder.note_forward_end()
         recorder.mark(f"backward{suffix}", "head")

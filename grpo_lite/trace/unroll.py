@@ -12,9 +12,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from grpo_lite.plan import Category
-from grpo_lite.predict.footprint import Instant, Monomial, Polynomial, Shape, Stage, Term, Work
+from grpo_lite.predict.footprint import (
+    Gradients,
+    Instant,
+    Monomial,
+    Polynomial,
+    Shape,
+    Stage,
+    Term,
+    Work,
+)
 from grpo_lite.trace.formulas import NoFormula, Solver
-from grpo_lite.trace.recorder import Recording, Segment
+from grpo_lite.trace.recorder import Recording, Segment, change_of
 
 
 class CannotTrace(Exception):
@@ -81,8 +90,7 @@ def make_stages(
     """Return the stages of one kind of run, by stage name, with terms added to `table`.
 
     `recordings[i]` was made at `shapes[i]`. Stages whose gradients were noted also come as
-    "NAME/accumulating": as they run when gradients of an earlier micro-batch exist, where each new
-    gradient dies as soon as it has been added.
+    "NAME/accumulating" and "NAME/leaving" (see `Gradients`).
 
     Raises:
         CannotTrace: the recordings or the repeated layers differ, or a size has no formula.
@@ -98,11 +106,11 @@ def make_stages(
     first = recordings[0]
     stages: dict[str, Stage] = {}
     work = _stage_work(first.segments, works, depth)
-    for accumulating in (False, True) if first.gradients else (False,):
-        lines = _term_events(first, indices, depth, accumulating=accumulating)
+    for gradients in Gradients if first.gradients else (Gradients.KEPT,):
+        lines = _term_events(first, indices, depth, gradients)
         steps = _unroll(first.segments, lines, depth)
         for stage, instants in _peaks(steps, table).items():
-            name = f"{stage}/accumulating" if accumulating else stage
+            name = stage if gradients is Gradients.KEPT else f"{stage}/{gradients}"
             stages[name] = Stage(instants=tuple(instants), work=work[stage])
     return stages
 
@@ -219,7 +227,7 @@ def _stage_work(
 
 
 def _term_events(
-    recording: Recording, indices: Sequence[int], depth: Depth, *, accumulating: bool
+    recording: Recording, indices: Sequence[int], depth: Depth, gradients: Gradients
 ) -> list[tuple[tuple[int, int], ...]]:
     """Return each segment's events as (term index, change of the number alive).
 
@@ -231,8 +239,8 @@ def _term_events(
     lines = []
     for segment in recording.segments:
         line = []
-        for birth, sign in _sorted_deaths(segment.events):
-            change = -1 if sign == 0 and accumulating else sign
+        for birth, event in _sorted_deaths(segment.events):
+            change = change_of(event, gradients)
             if change == 0 or (change < 0 and birth in gone):
                 continue
             if change > 0 and _is_repeated(segment, depth):
