@@ -78,6 +78,11 @@ class ResumableStep:
     """How one block is stepped; None: `optimizer.step`."""
     _done: int = 0
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some blocks are updated and others are not."""
+        return self._done > 0
+
     def __call__(self) -> None:
         """Update each parameter once.
 

@@ -1,0 +1,1 @@
+"""The governor in other people's trainers, one file each."""
