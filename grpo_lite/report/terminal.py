@@ -18,6 +18,7 @@ from rich.text import Text
 from grpo_lite.plan import Category
 from grpo_lite.predict.memory import PhaseEstimate
 from grpo_lite.report.document import Alternative, Document
+from grpo_lite.report.words import CATEGORY_WORDS, largest_at_peak
 from grpo_lite.search import Verdict
 from grpo_lite.units import format_bytes, format_seconds
 
@@ -25,16 +26,16 @@ MAX_TENSORS = 4
 """Rows of the list of the largest tensors."""
 
 _CATEGORIES = {
-    Category.PARAMETER: ("W", "weights", "white on blue"),
-    Category.GRADIENT: ("G", "gradients", "black on green"),
-    Category.OPTIMIZER_STATE: ("O", "optimizer states", "black on yellow"),
-    Category.ACTIVATION: ("A", "activations", "black on cyan"),
-    Category.LOGITS: ("L", "logits", "white on red"),
-    Category.KV_CACHE: ("K", "KV cache", "white on magenta"),
-    Category.TEMPORARY: ("T", "temporary", "black on white"),
-    Category.RUNTIME: ("R", "runtime", "white on bright_black"),
+    Category.PARAMETER: ("W", "white on blue"),
+    Category.GRADIENT: ("G", "black on green"),
+    Category.OPTIMIZER_STATE: ("O", "black on yellow"),
+    Category.ACTIVATION: ("A", "black on cyan"),
+    Category.LOGITS: ("L", "white on red"),
+    Category.KV_CACHE: ("K", "white on magenta"),
+    Category.TEMPORARY: ("T", "black on white"),
+    Category.RUNTIME: ("R", "white on bright_black"),
 }
-"""Letter, word and style of what a byte is held for, in the order in which bars show them."""
+"""Letter and style of what a byte is held for, in the order in which bars show them."""
 _JUSTIFIED: tuple[JustifyMethod, ...] = ("left", "right", "left", "right", "left")
 """Columns of the phases: name, bytes, bar, seconds, what bounds them."""
 _PHASE_COLUMNS = (
@@ -179,7 +180,7 @@ def _bar(estimate: PhaseEstimate, document: Document, columns: int) -> Text:
     budget_column = round(budget_bytes / scale_bytes * columns)
     cells = [("." if column < budget_column else " ", "dim") for column in range(columns + 1)]
     start, used_bytes = 0, 0
-    for category, (letter, _, style) in _CATEGORIES.items():
+    for category, (letter, style) in _CATEGORIES.items():
         used_bytes += estimate.by_category.get(category, 0)
         end = min(columns, round(used_bytes / scale_bytes * columns))
         cells[start:end] = [(letter, style)] * (end - start)
@@ -192,7 +193,8 @@ def _bar(estimate: PhaseEstimate, document: Document, columns: int) -> Text:
 def _legend(phases: Sequence[PhaseEstimate], peak: PhaseEstimate, width: int) -> Text:
     """Return the letters with their bytes at the peak; those of other phases only come last."""
     at_peak, elsewhere = [], []
-    for category, (letter, word, style) in _CATEGORIES.items():
+    for category, (letter, style) in _CATEGORIES.items():
+        word = CATEGORY_WORDS[category]
         num_bytes = peak.by_category.get(category, 0)
         if num_bytes:
             at_peak.append(Text.assemble((letter, style), f" {word} {format_bytes(num_bytes)}"))
@@ -202,32 +204,15 @@ def _legend(phases: Sequence[PhaseEstimate], peak: PhaseEstimate, width: int) ->
 
 
 def _largest(document: Document) -> RenderableType:
-    peak = document.chosen.memory.peak
-    tensors = [
-        (group.num_bytes, group.arithmetic, _CATEGORIES[group.category][1], group.operation)
-        for group in peak.largest
-    ]
-    for category, num_parameters in (
-        (Category.PARAMETER, document.num_parameters),
-        (Category.GRADIENT, document.num_trainable),
-        (Category.OPTIMIZER_STATE, document.num_trainable),
-    ):
-        listed = sum(group.num_bytes for group in peak.largest if group.category is category)
-        num_bytes = peak.by_category.get(category, 0) - listed
-        if num_bytes > 0:
-            arithmetic = f"{num_parameters:,} parameters x {num_bytes / num_parameters:.3g} bytes"
-            tensors.append((num_bytes, arithmetic, _CATEGORIES[category][1], ""))
-    tensors.sort(key=lambda tensor: -tensor[0])
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(justify="right", no_wrap=True)
-    for num_bytes, arithmetic, word, operation in tensors[:MAX_TENSORS]:
-        what = f"{word}, {operation}" if operation else word
+    for tensor in largest_at_peak(document)[:MAX_TENSORS]:
         table.add_row(
-            Text(format_bytes(num_bytes), style="bold"),
+            Text(format_bytes(tensor.num_bytes), style="bold"),
             Text("="),
-            Text.assemble(arithmetic, "  ", (what, "dim")),
+            Text.assemble(tensor.arithmetic, "  ", (tensor.what, "dim")),
         )
-    return _section(f"Largest at the peak ({peak.where})", table)
+    return _section(f"Largest at the peak ({document.chosen.memory.peak.where})", table)
 
 
 def _tuned(document: Document) -> RenderableType:
