@@ -29,7 +29,7 @@ $(VENV)/.demo-installed: $(VENV)/.torch-installed pyproject.toml
 	touch $@
 
 $(VENV)/.dev-installed: $(VENV)/.demo-installed
-	$(PIP) install -c constraints.txt -e ".[demo,dev,trl]"
+	$(PIP) install -c constraints.txt -e ".[demo,dev,report,trl]"
 	touch $@
 
 clean:

@@ -72,6 +72,8 @@ class Document:
     """Where the choice fits: the next best. Where it does not: what would."""
     rehearsal: Rehearsal | None
     """The chosen plan's full trace; None where it was not made."""
+    frontier: tuple[Alternative, ...] = ()
+    """Plans of the same experiment that no other beats in both bytes and seconds."""
     trl_arguments: Mapping[str, Any]
     """Arguments of TRL's GRPOConfig that correspond to the choice."""
     recipe_path: str | None
@@ -82,6 +84,8 @@ class Document:
     """How long the answer took."""
     num_candidates: int
     """Plans that were priced."""
+    recipe_text: str | None = None
+    """The recipe as TOML; None where nothing fits or none was made."""
 
     @property
     def verdict(self) -> Verdict:

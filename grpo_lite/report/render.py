@@ -13,6 +13,8 @@ from rich.console import Console
 from grpo_lite.errors import unknown_name
 from grpo_lite.report.as_json import document_to_json
 from grpo_lite.report.document import Document
+from grpo_lite.report.html import document_to_html
+from grpo_lite.report.markdown import document_to_markdown
 from grpo_lite.report.terminal import document_screen, next_step
 
 PLAIN_WIDTH = 80
@@ -30,7 +32,7 @@ def report_console(file: IO[str]) -> Console:
 
 
 def render(document: Document, output_format: str, console: Console) -> None:
-    """Write `document` to `console` as "text" or "json".
+    """Write `document` to `console` in one of RENDERERS.
 
     Raises:
         UsageError: no format has that name.
@@ -50,8 +52,18 @@ def _render_json(document: Document, console: Console) -> None:
     console.file.write(document_to_json(document))
 
 
+def _render_markdown(document: Document, console: Console) -> None:
+    console.file.write(document_to_markdown(document))
+
+
+def _render_html(document: Document, console: Console) -> None:
+    console.file.write(document_to_html(document))
+
+
 RENDERERS: dict[str, Callable[[Document, Console], None]] = {
     "text": _render_text,
     "json": _render_json,
+    "markdown": _render_markdown,
+    "html": _render_html,
 }
 """The formats, by name."""
