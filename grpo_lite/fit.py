@@ -8,32 +8,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_lite.alternatives import Case, longest_that_fits, next_best, what_would_fit
 from grpo_lite.cards.host import gains_from_bfloat16
 from grpo_lite.cards.probe import PlannedCard, plan_card
-from grpo_lite.cards.profile import list_profiles
-from grpo_lite.footprints import get_footprint, get_rehearsal
+from grpo_lite.footprints import get_rehearsal
+from grpo_lite.frontier import frontier
 from grpo_lite.models import ModelSource, resolve_model
 from grpo_lite.plan import Plan, Workload
-from grpo_lite.predict.speed import ASSUMPTIONS
-from grpo_lite.report.document import Alternative, Choice, Document
+from grpo_lite.predict.speed import ASSUMPTIONS, DISK_BYTES_PER_S, HOST_BYTES_PER_S, Tiers
+from grpo_lite.report.document import Choice, Document
 from grpo_lite.search import (
     Candidate,
     Question,
     Verdict,
     chunk_choices,
-    least_memory,
     price,
     search_plans,
-    verdict_of,
 )
 from grpo_lite.units import format_bytes, format_seconds
-
-SMALLEST_COMPLETION_TOKENS = 16
-"""Below it a shorter completion is not worth proposing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +50,10 @@ class FitRequest:
     """Lengths between which the cap may be tuned; None keeps the workload's."""
     reserve_bytes: int = 0
     """Kept free on the card."""
+    host_bytes: int | None = None
+    """RAM for gradient blocks and optimizer state; None: they stay on the card."""
+    disk_bytes: int | None = None
+    """Disk for them where RAM is short; None: no disk tier."""
     allow_network: bool = False
     """Whether a model may be looked up on the hub."""
 
@@ -70,26 +70,6 @@ class FitAnswer:
     """The model."""
 
 
-@dataclass(slots=True)
-class _Case:
-    """One question under way: the footprints by method, asked for once each."""
-
-    source: ModelSource
-    card: PlannedCard
-    cache_dir: Path
-    asked_method: str = "full"
-    questions: dict[str, Question] = field(default_factory=dict)
-
-    def question(self, workload: Workload) -> Question:
-        if workload.method not in self.questions:
-            self.questions[workload.method] = Question(
-                footprint=get_footprint(self.source, workload, self.cache_dir),
-                profile=self.card.profile,
-                budget=self.card.budget,
-            )
-        return self.questions[workload.method]
-
-
 def fit(request: FitRequest, *, cache_dir: Path) -> FitAnswer:
     """Return the report on `request`, with footprints kept below `cache_dir`.
 
@@ -99,7 +79,13 @@ def fit(request: FitRequest, *, cache_dir: Path) -> FitAnswer:
     started_s = time.monotonic()
     source = resolve_model(request.model, allow_network=request.allow_network)
     card = plan_card(request.card, reserve_bytes=request.reserve_bytes)
-    case = _Case(source=source, card=card, cache_dir=cache_dir)
+    case = Case(
+        source=source,
+        card=card,
+        cache_dir=cache_dir,
+        host_bytes=request.host_bytes,
+        disk_bytes=request.disk_bytes,
+    )
     chosen, candidates = _choose(case, request)
     case.asked_method = chosen.workload.method
     question = case.question(chosen.workload)
@@ -118,11 +104,12 @@ def fit(request: FitRequest, *, cache_dir: Path) -> FitAnswer:
         budget=card.budget,
         chosen=replace(chosen, plan=plan),
         choices=choices,
-        alternatives=_next_best(case, candidates) if fits else _what_would_fit(case, chosen),
+        alternatives=next_best(case, candidates) if fits else what_would_fit(case, chosen),
+        frontier=frontier(candidates) if fits else (),
         rehearsal=rehearsal,
         trl_arguments=trl_arguments(chosen.workload, chosen.plan),
         recipe_path=None,
-        assumptions=_assumptions(card),
+        assumptions=_assumptions(card, question, chosen.plan),
         seconds=time.monotonic() - started_s,
         num_candidates=len(candidates),
     )
@@ -148,7 +135,7 @@ def trl_arguments(workload: Workload, plan: Plan) -> Mapping[str, Any]:
     }
 
 
-def _choose(case: _Case, request: FitRequest) -> tuple[Candidate, list[Candidate]]:
+def _choose(case: Case, request: FitRequest) -> tuple[Candidate, list[Candidate]]:
     """Return the best candidate and all that it was chosen from."""
     dtype = request.dtype
     if dtype == "auto":
@@ -158,7 +145,7 @@ def _choose(case: _Case, request: FitRequest) -> tuple[Candidate, list[Candidate
     for method in methods:
         workload = replace(request.workload, method=method, dtype=dtype)
         if request.completion_range is not None:
-            workload = _longest_that_fits(case, workload, request.completion_range)
+            workload = longest_that_fits(case, workload, request.completion_range)
         candidates = search_plans(case.question(workload), workload)
         if candidates[0].verdict is not Verdict.DOES_NOT_FIT:
             break
@@ -171,25 +158,8 @@ def _computes_in_bfloat16(card: PlannedCard) -> bool:
     return card.profile.supports_bfloat16
 
 
-def _longest_that_fits(case: _Case, workload: Workload, lengths: tuple[int, int]) -> Workload:
-    """Return `workload` with the longest cap in `lengths` that fits, else with the shortest."""
-    low, high = lengths
-    if _fits_at(case, workload, high):
-        return replace(workload, max_completion_length=high)
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits_at(case, workload, middle) else (low, middle)
-    return replace(workload, max_completion_length=low)
-
-
-def _fits_at(case: _Case, workload: Workload, completion: int) -> bool:
-    shorter = replace(workload, max_completion_length=completion)
-    memory = least_memory(case.question(shorter).footprint, shorter)
-    return verdict_of(memory, case.card.budget) is Verdict.FITS
-
-
 def _choices(
-    case: _Case, request: FitRequest, chosen: Candidate, candidates: list[Candidate]
+    case: Case, request: FitRequest, chosen: Candidate, candidates: list[Candidate]
 ) -> tuple[Choice, ...]:
     """Return what was tuned, each with the price of its neighbour as the reason."""
     plan, workload = chosen.plan, chosen.workload
@@ -230,6 +200,11 @@ def _choices(
         everything = against(rollout_batch=rows)
         reason = f"all {rows} at once: {_price_in_words(everything, chosen)}"
     choices.append(Choice(setting="rollout_batch", value=f"{plan.rollout_batch}", reason=reason))
+    if case.question(workload).tiers:
+        reason = "gradients and states fit the card"
+        if plan.offload != "none":
+            reason = f"on the card: {_price_in_words(against(offload='none'), chosen)}"
+        choices.append(Choice(setting="offload", value=plan.offload, reason=reason))
     return tuple(choices)
 
 
@@ -258,87 +233,6 @@ def _price_in_words(other: Candidate, chosen: Candidate) -> str:
     return f"{text}, {format_seconds(abs(change_s))} {word}, {other.verdict}"
 
 
-def _next_best(case: _Case, candidates: list[Candidate]) -> tuple[Alternative, ...]:
-    """Return the best plans with another micro-batch or checkpointing, and longer completions."""
-    chosen = candidates[0]
-    found: list[Alternative] = []
-    seen = {(chosen.plan.micro_batch, chosen.plan.gradient_checkpointing)}
-    for candidate in candidates:
-        plan = candidate.plan
-        kind = (plan.micro_batch, plan.gradient_checkpointing)
-        if kind in seen or candidate.verdict is Verdict.DOES_NOT_FIT or len(found) == 3:
-            continue
-        seen.add(kind)
-        checkpointing = "on" if plan.gradient_checkpointing else "off"
-        found.append(
-            _alternative(
-                candidate, f"micro-batch {plan.micro_batch}, checkpointing {checkpointing}"
-            )
-        )
-    workload = chosen.workload
-    double = replace(workload, max_completion_length=2 * workload.max_completion_length)
-    best = search_plans(case.question(double), double)[0]
-    if best.verdict is not Verdict.DOES_NOT_FIT:
-        flags = f"--max-completion-length {double.max_completion_length}"
-        found.append(_alternative(best, "twice the completion length", flags, changes=True))
-    return tuple(found)
-
-
-def _what_would_fit(case: _Case, chosen: Candidate) -> tuple[Alternative, ...]:
-    """Return changes with which the question would fit: shorter, LoRA, another card."""
-    workload = chosen.workload
-    found: list[Alternative] = []
-    low = SMALLEST_COMPLETION_TOKENS
-    if low < workload.max_completion_length and _fits_at(case, workload, low):
-        shorter = _longest_that_fits(case, workload, (low, workload.max_completion_length))
-        best = search_plans(case.question(shorter), shorter)[0]
-        flags = f"--max-completion-length {shorter.max_completion_length}"
-        found.append(_alternative(best, "shorter completions", flags, changes=True))
-    if workload.method == "full":
-        lora = replace(workload, method="lora")
-        best = search_plans(case.question(lora), lora)[0]
-        if best.verdict is not Verdict.DOES_NOT_FIT:
-            found.append(
-                _alternative(best, "LoRA instead of all weights", "--method lora", changes=True)
-            )
-        else:
-            found.extend(_smallest_card(case, lora, "--method lora ", "LoRA on "))
-    found.extend(_smallest_card(case, workload))
-    return tuple(found)
-
-
-def _smallest_card(
-    case: _Case, workload: Workload, flags: str = "", words: str = ""
-) -> list[Alternative]:
-    """Return the card with the least memory that would do it, as a list of at most one."""
-    footprint = case.question(workload).footprint
-    memory = least_memory(footprint, workload)
-    cards = [plan_card(name) for name in list_profiles()]
-    enough = [card for card in cards if verdict_of(memory, card.budget) is Verdict.FITS]
-    if not enough:
-        return []
-    consumer = [card for card in enough if card.profile.form in ("laptop", "desktop")]
-    card = min(consumer or enough, key=lambda card: (card.budget.total_bytes, card.spec))
-    question = Question(footprint=footprint, profile=card.profile, budget=card.budget)
-    best = search_plans(question, workload)[0]
-    description = f"{words}a larger card: {card.profile.title}"
-    changes = workload.method != case.asked_method
-    return [_alternative(best, description, f"{flags}--card {card.spec}", changes=changes)]
-
-
-def _alternative(
-    candidate: Candidate, description: str, flags: str = "", *, changes: bool = False
-) -> Alternative:
-    return Alternative(
-        description=description,
-        flags=flags,
-        peak_bytes=candidate.memory.allocated_peak_bytes,
-        seconds=candidate.speed.seconds,
-        verdict=candidate.verdict,
-        changes_experiment=changes,
-    )
-
-
 def _model_note(source: ModelSource) -> str:
     parts: list[str] = [source.origin]
     if source.base_id is not None:
@@ -348,8 +242,10 @@ def _model_note(source: ModelSource) -> str:
     return "; ".join(parts)
 
 
-def _assumptions(card: PlannedCard) -> tuple[str, ...]:
+def _assumptions(card: PlannedCard, question: Question, plan: Plan) -> tuple[str, ...]:
     uncertainty = f"{card.budget.uncertainty_fraction:.0%}"
+    tiers = question.tiers.get(plan.offload)
+    offload = () if tiers is None else (_tiers_in_words(tiers),)
     memory = "memory: every row at its length caps; tensors counted by running the model's own code"
     if card.profile.form == "virtual":
         margin = f"memory: a plan within {uncertainty} of the budget is called tight"
@@ -358,7 +254,20 @@ def _assumptions(card: PlannedCard) -> tuple[str, ...]:
             f"memory: {uncertainty} is kept for the caching allocator's fragmentation (assumed); "
             "traced on CPU kernels, whose attention keeps what flash attention keeps"
         )
-    return (memory, margin, *ASSUMPTIONS)
+    return (memory, margin, *offload, *ASSUMPTIONS)
+
+
+def _tiers_in_words(tiers: Tiers) -> str:
+    text = f"offload: {format_bytes(tiers.host_bytes)} of RAM (buffers included)"
+    if tiers.disk_bytes:
+        text += (
+            f", {format_bytes(tiers.disk_bytes)} in files, "
+            f"{format_bytes(tiers.disk_written_bytes)} written in each update"
+        )
+    return (
+        f"{text}; {HOST_BYTES_PER_S / 1e9:.0f} GB/s of RAM and {DISK_BYTES_PER_S / 1e9:.0f} GB/s "
+        "of disk are assumed, and no copy is counted as hidden behind compute"
+    )
 
 
 def exit_code(document: Document) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from grpo_lite.errors import UsageError
 from grpo_lite.models import ModelSource
 from grpo_lite.plan import Phase, Plan, Workload
-from grpo_lite.predict.footprint import Footprint, footprint_from_json, footprint_to_json
+from grpo_lite.predict.footprint import SCHEMA, Footprint, footprint_from_json, footprint_to_json
 from grpo_lite.predict.memory import Rehearsal
 
 MAX_REHEARSED_LAYERS = 80
@@ -91,6 +91,7 @@ def _trace(source: ModelSource, workload: Workload) -> Footprint:
 def _key(source: ModelSource, workload: Workload, *, extra: str = "") -> str:
     """Return the hash that names a footprint."""
     traced: Mapping[str, Any] = {
+        "schema": SCHEMA,
         "config": source.config_text,
         "versions": {package: metadata.version(package) for package in TRACED_PACKAGES},
         "method": workload.method,

@@ -82,6 +82,23 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadSettings:
+    """What gradient blocks and optimizer state may take off the card."""
+
+    host_budget: str = ""
+    """RAM, as in "16GiB"; empty: what is available, less 2 GiB."""
+    disk_dir: str = ""
+    """Folder on a local disk for block files; empty: no disk tier."""
+    disk_budget: str = ""
+    """Bytes of that disk, as in "100GiB"; empty: what is free."""
+
+    def __post_init__(self) -> None:
+        for name in ("host_budget", "disk_budget"):
+            if getattr(self, name):
+                _require_size(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """One run."""
 
@@ -95,6 +112,8 @@ class Recipe:
     """The experiment."""
     plan: Plan
     """How it is run."""
+    offload: OffloadSettings = field(default_factory=OffloadSettings)
+    """Where blocks may go, if the plan offloads."""
     task: TaskSettings = field(default_factory=TaskSettings)
     """What is trained on."""
     reward: RewardSettings = field(default_factory=RewardSettings)
@@ -110,15 +129,19 @@ class Recipe:
                 f"workload has {self.workload.prompts_per_step} prompts x "
                 f"{self.workload.num_generations} generations = {self.workload.num_rows}"
             )
-        try:
-            parse_bytes(self.reserve)
-        except ValueError as error:
-            raise UsageError(f"reserve: {error}") from error
+        _require_size("reserve", self.reserve)
 
     @property
     def reserve_bytes(self) -> int:
         """Bytes kept free on the card."""
         return parse_bytes(self.reserve)
+
+
+def _require_size(name: str, text: str) -> None:
+    try:
+        parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from error
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -7,8 +7,8 @@ Knows no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from grpo_lite.cards.card import Budget
@@ -16,7 +16,7 @@ from grpo_lite.cards.profile import CardProfile
 from grpo_lite.plan import Phase, Plan, Workload
 from grpo_lite.predict.footprint import Footprint
 from grpo_lite.predict.memory import MemoryEstimate, estimate_memory
-from grpo_lite.predict.speed import SpeedEstimate, estimate_speed
+from grpo_lite.predict.speed import SpeedEstimate, Tiers, estimate_speed
 from grpo_lite.units import format_bytes
 
 MIN_CHUNK_TOKENS = 64
@@ -57,6 +57,8 @@ class Question:
     """The card's figures."""
     budget: Budget
     """Bytes that may be used."""
+    tiers: Mapping[str, Tiers] = field(default_factory=dict)
+    """Offloads that the host's budgets allow, by `Plan.offload`, with what each would move."""
 
 
 def verdict_of(memory: MemoryEstimate, budget: Budget) -> Verdict:
@@ -76,7 +78,7 @@ def price(question: Question, workload: Workload, plan: Plan) -> Candidate:
         workload=workload,
         plan=plan,
         memory=memory,
-        speed=estimate_speed(question.footprint, workload, plan, question.profile),
+        speed=_speed(question, workload, plan),
         verdict=verdict_of(memory, question.budget),
     )
 
@@ -87,7 +89,11 @@ def search_plans(question: Question, workload: Workload) -> list[Candidate]:
     Those that fit come first by speed, then the tight ones by speed, then the rest by their peak.
     Ties in time go to fewer bytes, then to fewer, larger micro-batches.
     """
-    candidates = [price(question, workload, plan) for plan in enumerate_plans(workload)]
+    candidates = [
+        price(question, workload, replace(plan, offload=offload))
+        for offload in ("none", *question.tiers)
+        for plan in enumerate_plans(workload)
+    ]
     return sorted(candidates, key=_rank)
 
 
@@ -107,7 +113,9 @@ def enumerate_plans(workload: Workload) -> Iterator[Plan]:
                     )
 
 
-def least_memory(footprint: Footprint, workload: Workload) -> MemoryEstimate:
+def least_memory(
+    footprint: Footprint, workload: Workload, *, offload: str = "none"
+) -> MemoryEstimate:
     """Return the estimate of the plan that needs the least memory; if it does not fit, none does.
 
     More rows at once never need less, but one micro-batch of all rows needs no gradients beside
@@ -121,6 +129,7 @@ def least_memory(footprint: Footprint, workload: Workload) -> MemoryEstimate:
             gradient_checkpointing=True,
             logprob_chunk_tokens=chunk,
             rollout_batch=1,
+            offload=offload,
         )
         for micro_batch in _divisors(workload.num_rows)
     )
@@ -139,13 +148,13 @@ def step_down(
     """
     now_bytes = _phase_bytes(question, workload, plan, phase)
     lower: list[tuple[int, float, Plan]] = []
-    for other in enumerate_plans(workload):
+    for enumerated in enumerate_plans(workload):
+        other = replace(enumerated, offload=plan.offload)  # blocks do not move house in mid-run
         if not _only_changes_what_obeys(phase, plan, other):
             continue
         needed_bytes = _phase_bytes(question, workload, other, phase)
         if needed_bytes < now_bytes:
-            speed = estimate_speed(question.footprint, workload, other, question.profile)
-            lower.append((needed_bytes, speed.seconds, other))
+            lower.append((needed_bytes, _speed(question, workload, other).seconds, other))
     if not lower:
         return None
     wanted_bytes = now_bytes - max(1, shortfall_bytes)
@@ -169,6 +178,11 @@ def chunk_choices(num_tokens: int) -> list[int]:
         choices.append(chunk)
         chunk *= 2
     return choices
+
+
+def _speed(question: Question, workload: Workload, plan: Plan) -> SpeedEstimate:
+    tiers = question.tiers.get(plan.offload)
+    return estimate_speed(question.footprint, workload, plan, question.profile, tiers)
 
 
 def _only_changes_what_obeys(phase: Phase, plan: Plan, other: Plan) -> bool:

@@ -31,6 +31,8 @@ from grpo_lite.grpo.rollout import Sampling
 from grpo_lite.grpo.update import Policy, UpdateData, accumulate_gradients, make_policy
 from grpo_lite.interrupts import Interrupts
 from grpo_lite.models import ModelSource, resolve_model
+from grpo_lite.offload.adamw import OffloadedAdamW
+from grpo_lite.offload.engines import Engine, OffloadedEngine
 from grpo_lite.offload.resident import ResidentEngine
 from grpo_lite.optimizers import optimizer_row
 from grpo_lite.plan import Phase, Plan, require_runnable
@@ -39,7 +41,7 @@ from grpo_lite.report.progress import Progress
 from grpo_lite.report.runlog import Decision, RunLog, StepRecord
 from grpo_lite.run_folder import RunFolder, save_whole
 from grpo_lite.search import Question
-from grpo_lite.units import format_bytes
+from grpo_lite.units import format_bytes, parse_bytes
 
 _EVALUATION = 0
 """Number of the update whose noise evaluations draw; updates count from 1."""
@@ -53,7 +55,7 @@ class Run:
     card: Card
     governor: Governor
     policy: Policy
-    engine: ResidentEngine
+    engine: Engine
     tokenizer: Any
     rewards: RewardSet
     prompts: dict[int, Prompt]
@@ -171,20 +173,13 @@ def open_run(recipe: Recipe, inputs: Inputs, log: RunLog, progress: Progress) ->
         card.adopt([*model.parameters(), *model.buffers()])
         check_head(model)
         policy = make_policy(model, recipe.workload, pad_id=inputs.tokenizer.pad_token_id)
-        training = recipe.training
-        engine = ResidentEngine(
-            model.parameters(),
-            optimizer_row(recipe.workload.optimizer),
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            max_grad_norm=training.max_grad_norm,
-        )
+        engine = make_engine(recipe, model, card)
 
         def tell(decision: Decision) -> None:
             log.decision(decision)
             progress.decision(decision)
 
-        yield Run(
+        run = Run(
             recipe=recipe,
             card=card,
             governor=Governor(
@@ -208,6 +203,35 @@ def open_run(recipe: Recipe, inputs: Inputs, log: RunLog, progress: Progress) ->
             log=log,
             progress=progress,
         )
+        try:
+            yield run
+        finally:
+            engine.close()
+
+
+def make_engine(recipe: Recipe, model: Any, card: Card) -> Engine:
+    """Return the optimizer of `recipe`, with gradients and states where its plan wants them."""
+    training, offload = recipe.training, recipe.offload
+    if recipe.plan.offload == "none":
+        return ResidentEngine(
+            model.parameters(),
+            optimizer_row(recipe.workload.optimizer),
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            max_grad_norm=training.max_grad_norm,
+        )
+    on_disk = recipe.plan.offload == "disk"
+    optimizer = OffloadedAdamW(
+        [(name, p) for name, p in model.named_parameters() if p.requires_grad],
+        lr=training.learning_rate,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        host_bytes=parse_bytes(offload.host_budget) if offload.host_budget else None,
+        disk_dir=Path(offload.disk_dir) if on_disk else None,
+        disk_bytes=parse_bytes(offload.disk_budget) if on_disk and offload.disk_budget else None,
+        card=card,
+    )
+    return OffloadedEngine(optimizer)
 
 
 def train_steps(run: Run, folder: RunFolder) -> None:

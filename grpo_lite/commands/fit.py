@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from grpo_lite.errors import UsageError
 from grpo_lite.fit import FitAnswer, FitRequest, exit_code, fit
 from grpo_lite.plan import LOSS_TYPES, Workload, require_runnable
 from grpo_lite.recipe import (
+    OffloadSettings,
     Recipe,
     RewardSettings,
     TaskSettings,
     TrainingSettings,
+    recipe_to_toml,
     write_recipe,
 )
 from grpo_lite.report.document import Document
@@ -44,6 +47,18 @@ def add_parser(commands: Any) -> None:
         help="a card's name (rtx-4060-laptop-8gb), virtual:SIZE, or auto (default)",
     )
     parser.add_argument("--reserve", type=size, default=0, metavar="SIZE", help="keep this free")
+    parser.add_argument(
+        "--host-budget",
+        type=size,
+        metavar="SIZE",
+        help="RAM that gradient blocks and optimizer state may take (full fine-tuning)",
+    )
+    parser.add_argument(
+        "--disk-budget", type=size, metavar="SIZE", help="disk for them where RAM is short"
+    )
+    parser.add_argument(
+        "--disk-dir", type=Path, metavar="FOLDER", help="folder on a local disk for block files"
+    )
     parser.add_argument("--allow-network", action="store_true", help="look MODEL up on the hub")
     _add_experiment(parser)
     _add_run(parser)
@@ -97,14 +112,16 @@ def run(options: argparse.Namespace) -> int:
     """Run `fit` and return its exit code."""
     answer = fit(request_of(options), cache_dir=Path(platformdirs.user_cache_path("grpo-lite")))
     document = answer.document
-    if options.recipe is not None:
-        if document.verdict is Verdict.DOES_NOT_FIT:
-            print(  # noqa: T201  # stderr
-                f"no recipe is written to {options.recipe}: nothing fits", file=sys.stderr
-            )
-        else:
-            write_recipe(recipe_of(options, answer), options.recipe)
+    if document.verdict is not Verdict.DOES_NOT_FIT:
+        recipe = recipe_of(options, answer)
+        document = replace(document, recipe_text=recipe_to_toml(recipe))
+        if options.recipe is not None:
+            write_recipe(recipe, options.recipe)
             document = replace(document, recipe_path=str(options.recipe))
+    elif options.recipe is not None:
+        print(  # noqa: T201  # stderr
+            f"no recipe is written to {options.recipe}: nothing fits", file=sys.stderr
+        )
     _show(document, options)
     return exit_code(document)
 
@@ -141,8 +158,28 @@ def request_of(options: argparse.Namespace) -> FitRequest:
         dtype=options.dtype,
         completion_range=None if low == high else (low, high),
         reserve_bytes=options.reserve,
+        host_bytes=options.host_budget,
+        disk_bytes=disk_bytes_of(options),
         allow_network=options.allow_network,
     )
+
+
+def disk_bytes_of(options: argparse.Namespace) -> int | None:
+    """Return the bytes of disk that the flags allow; None without a folder.
+
+    Raises:
+        UsageError: a disk without a folder or without RAM for its buffers, or a missing folder.
+    """
+    if options.disk_dir is None:
+        if options.disk_budget is not None:
+            raise UsageError("--disk-budget needs a folder", hint="--disk-dir FOLDER")
+        return None
+    if options.host_budget is None:
+        raise UsageError("--disk-dir needs RAM for its buffers", hint="--host-budget 8GiB")
+    if not options.disk_dir.is_dir():
+        raise UsageError(f"--disk-dir {options.disk_dir} is no folder", hint="mkdir it first")
+    free_bytes = shutil.disk_usage(options.disk_dir).free
+    return free_bytes if options.disk_budget is None else int(options.disk_budget)
 
 
 def recipe_of(options: argparse.Namespace, answer: FitAnswer) -> Recipe:
@@ -154,6 +191,11 @@ def recipe_of(options: argparse.Namespace, answer: FitAnswer) -> Recipe:
         reserve=f"{options.reserve}",
         workload=chosen.workload,
         plan=chosen.plan,
+        offload=OffloadSettings(
+            host_budget="" if options.host_budget is None else f"{options.host_budget}",
+            disk_dir="" if options.disk_dir is None else str(options.disk_dir),
+            disk_budget="" if options.disk_budget is None else f"{options.disk_budget}",
+        ),
         task=TaskSettings(name=options.task),
         reward=RewardSettings(functions=options.reward),
         training=TrainingSettings(

@@ -159,13 +159,13 @@ def accumulate_gradients(
     policy: Policy, data: UpdateData, plan: Plan, watch: Watch
 ) -> tuple[float, Metrics]:
     """Add the gradients of the whole update to the parameters; return its loss and metric sums."""
-    begin_gradients(policy)
     total_loss = 0.0
     parts: list[Metrics] = []
     for part in split_rows(data.batch, data.rows, plan.micro_batch):
         micro = make_micro_batch(data.batch, part, pad_id=policy.pad_id, device=policy.device)
         shape = micro.shape(plan.logprob_chunk_tokens)
         watch(Phase.FORWARD, shape)
+        begin_gradients(policy)
         share = micro_batch_loss(policy, micro, data, plan.logprob_chunk_tokens)
         watch(Phase.BACKWARD, shape)
         share.loss.backward()

@@ -93,6 +93,9 @@ class ResidentEngine:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def close(self) -> None:
+        """Do nothing: all of it is the card's and goes with it."""
+
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the optimizer state of each block."""
         return [optimizer.state_dict() for optimizer in self._blocks]

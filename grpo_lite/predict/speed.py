@@ -25,6 +25,14 @@ ACHIEVED_BANDWIDTH_FRACTION = 0.7
 LAUNCH_S = 8e-6
 """Assumed seconds to launch one operation from eager PyTorch."""
 
+HOST_BYTES_PER_S = 2e10
+"""Assumed RAM bandwidth that fused AdamW on the host reaches."""
+HOST_ADAM_BYTES = 30
+"""Traffic of one parameter's update on the host: gradient, master, two moments read, three written
+and the rounded weight (4 + 12 read, 12 + 2 written)."""
+DISK_BYTES_PER_S = 1e9
+"""Assumed sum of reading and writing on a laptop's NVMe disk."""
+
 ASSUMPTIONS = (
     f"speed: {ACHIEVED_FLOPS_FRACTION:.0%} of the card's FLOP/s and "
     f"{ACHIEVED_BANDWIDTH_FRACTION:.0%} of its bandwidth are reached, "
@@ -42,7 +50,7 @@ class PhaseSpeed:
     seconds: float
     """For the whole update."""
     bound_by: str
-    """"compute", "bandwidth" or "launch": the largest part of the time."""
+    """"compute", "bandwidth", "launch", "link", "host" or "disk": the largest part of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +74,48 @@ class SpeedEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """What gradients and optimizer state hold and move when they live off the card."""
+
+    host_bytes: int
+    """Held in RAM, buffers included."""
+    disk_bytes: int
+    """Held in files."""
+    link_bytes_per_micro_batch: int
+    """Gradients that leave the card in one micro-batch."""
+    link_bytes_per_step: int
+    """Weights that come back in one step."""
+    num_parameters: int
+    """Parameters that the host updates."""
+    disk_read_bytes: int
+    """Read from files in one step."""
+    disk_written_bytes: int
+    """Written to files in one step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rates:
     flops_per_s: float
     bytes_per_s: float
+    link_bytes_per_s: float
 
 
 def estimate_speed(
-    footprint: Footprint, workload: Workload, plan: Plan, profile: CardProfile
+    footprint: Footprint,
+    workload: Workload,
+    plan: Plan,
+    profile: CardProfile,
+    tiers: Tiers | None = None,
 ) -> SpeedEstimate:
-    """Return the predicted seconds of one update of `workload` under `plan`, at its length caps."""
+    """Return the predicted seconds of one update of `workload` under `plan`, at its length caps.
+
+    `tiers`: what moves where the plan's offload is not "none".
+    """
+    link = profile.link_bytes_per_s or profile.memory_bandwidth_bytes_per_s
     rates = _Rates(
         flops_per_s=profile.flops_per_s[workload.dtype].value * ACHIEVED_FLOPS_FRACTION,
         bytes_per_s=profile.memory_bandwidth_bytes_per_s.value * ACHIEVED_BANDWIDTH_FRACTION,
+        link_bytes_per_s=link.value * ACHIEVED_BANDWIDTH_FRACTION,
     )
     shape = micro_batch_shape(workload, plan)
     phases = [_rollout(footprint, workload, plan, rates)]
@@ -90,7 +128,10 @@ def estimate_speed(
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         name = stage_name(phase.value, checkpointing=plan.gradient_checkpointing)
         phases.append(_phase(phase, [(footprint.stages[name], shape, repeats)], rates))
-    phases.append(_step(footprint, workload, rates))
+    if tiers is None:
+        phases.append(_step(footprint, workload, rates))
+    else:
+        phases.append(_host_step(workload, tiers, rates, repeats))
     return SpeedEstimate(
         phases=tuple(phases),
         num_completion_tokens=workload.num_rows * workload.max_completion_length,
@@ -135,6 +176,29 @@ def _step(footprint: Footprint, workload: Workload, rates: _Rates) -> PhaseSpeed
         "launch": workload.num_iterations * weights.num_trainable_tensors * LAUNCH_S,
     }
     return _phase_speed(Phase.STEP, seconds)
+
+
+def _host_step(
+    workload: Workload, tiers: Tiers, rates: _Rates, num_micro_batches: int
+) -> PhaseSpeed:
+    """Bring gradients to the host, step there, stream states from disk, bring weights back.
+
+    The copies of gradients are counted here as if nothing of them hid behind backward.
+    """
+    link_bytes = (
+        num_micro_batches * tiers.link_bytes_per_micro_batch
+        + workload.num_iterations * tiers.link_bytes_per_step
+    )
+    host_bytes = tiers.num_parameters * HOST_ADAM_BYTES
+    disk_bytes = tiers.disk_read_bytes + tiers.disk_written_bytes
+    return _phase_speed(
+        Phase.STEP,
+        {
+            "link": link_bytes / rates.link_bytes_per_s,
+            "host": workload.num_iterations * host_bytes / HOST_BYTES_PER_S,
+            "disk": workload.num_iterations * disk_bytes / DISK_BYTES_PER_S,
+        },
+    )
 
 
 def _phase_speed(phase: Phase, seconds: Mapping[str, float]) -> PhaseSpeed:
