@@ -8,6 +8,13 @@ from dataclasses import dataclass
 
 from grpo_lite.errors import unknown_name
 
+MIN_8BIT_ELEMENTS = 4096
+"""bitsandbytes' min_8bit_size: smaller tensors keep fp32 states."""
+MIN_PAGED_ELEMENTS = 100_000
+"""bitsandbytes pages the states of tensors from this size on (optim.optimizer.get_state_buffer)."""
+BLOCK_SIZE = 256
+"""bitsandbytes' blocksize of 8-bit optimizer states."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRow:
@@ -21,6 +28,27 @@ class OptimizerRow:
     """The class as "module:Class"."""
     arguments: tuple[tuple[str, object], ...] = ()
     """Keyword arguments that make the class this row."""
+    block_size: int | None = None
+    """Elements that share one fp32 scale where states are kept in 8 bits; None for wide states."""
+    is_paged: bool = False
+    """Whether states lie in managed memory, outside torch's allocator."""
+    makes_temporaries: bool = False
+    """Whether a step makes copies of all second moments at once (torch's foreach kernels)."""
+
+    def state_tensor_bytes(self, numel: int, item_bytes: int) -> tuple[int, ...]:
+        """Return the bytes of each state tensor on the card of a trained tensor.
+
+        Torch keeps two moments in the tensor's own dtype. bitsandbytes keeps tensors below
+        MIN_8BIT_ELEMENTS in fp32, and pages only those above MIN_PAGED_ELEMENTS.
+        """
+        if self.block_size is None:
+            return (numel * item_bytes,) * 2
+        if self.is_paged and numel >= MIN_PAGED_ELEMENTS:
+            return ()
+        if numel < MIN_8BIT_ELEMENTS:
+            return (4 * numel,) * 2
+        scales = 4 * -(-numel // self.block_size)
+        return (numel, numel, scales, scales)
 
 
 ROWS = {
@@ -31,6 +59,25 @@ ROWS = {
             state_bytes_per_parameter=8,
             constructor="torch.optim:AdamW",
             arguments=(("fused", True),),
+        ),
+        OptimizerRow(
+            name="adamw_torch",
+            state_bytes_per_parameter=8,
+            constructor="torch.optim:AdamW",
+            makes_temporaries=True,
+        ),
+        OptimizerRow(
+            name="adamw_bnb_8bit",
+            state_bytes_per_parameter=2 + 8 / BLOCK_SIZE,
+            constructor="bitsandbytes.optim:AdamW8bit",
+            block_size=BLOCK_SIZE,
+        ),
+        OptimizerRow(
+            name="paged_adamw_8bit",
+            state_bytes_per_parameter=0,
+            constructor="bitsandbytes.optim:PagedAdamW8bit",
+            block_size=BLOCK_SIZE,
+            is_paged=True,
         ),
     )
 }

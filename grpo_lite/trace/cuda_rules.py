@@ -1,18 +1,19 @@
 """What CUDA would allocate where a trace on CPU tensors does otherwise.
 
-A torch without CUDA cannot make fake CUDA tensors, so a step is traced on fake CPU tensors and these
-rules put CUDA's kernels in the place of the CPU's. Each names its source.
+A torch without CUDA cannot make fake CUDA tensors, so a step is traced on fake CPU tensors and
+these rules put CUDA's kernels in the place of the CPU's. Each names its source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from grpo_lite.cards.profile import CardProfile
 
@@ -32,7 +33,7 @@ _FLASH_ROUND_HEAD = 32
 _EFFICIENT_ROUND_TOKENS = 32
 """kernel_forward.h: kAlignLSE."""
 _EFFICIENT_BLOCK = 64
-"""kernel_backward.h: kBlockSizeI and J of the half-precision kernels before compute capability 8."""
+"""kernel_backward.h: kBlockSizeI and J of the half-precision kernels."""
 
 
 def attention_kernel(compute_capability: str | None, dtype: torch.dtype) -> AttentionKernel:
@@ -42,11 +43,8 @@ def attention_kernel(compute_capability: str | None, dtype: torch.dtype) -> Atte
     """
     major = float(compute_capability or 8)
     narrow = dtype in (torch.float16, torch.bfloat16)
-    return (
-        AttentionKernel.FLASH
-        if major >= _FLASH_CAPABILITY and narrow
-        else (AttentionKernel.EFFICIENT)
-    )
+    is_flash = major >= _FLASH_CAPABILITY and narrow
+    return AttentionKernel.FLASH if is_flash else AttentionKernel.EFFICIENT
 
 
 def cublas_workspaces(profile: CardProfile) -> tuple[int, ...]:
@@ -67,10 +65,7 @@ def cuda_kernels(compute_capability: str | None) -> Iterator[None]:
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Any,
     ) -> torch.Tensor:
         kernel = attention_kernel(compute_capability, query.dtype)
         if attn_mask is not None:
@@ -81,12 +76,108 @@ def cuda_kernels(compute_capability: str | None) -> Iterator[None]:
             key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
         return _Attention.apply(query, key, value, kernel)  # type: ignore[no-any-return, no-untyped-call]
 
-    with ExitStack() as stack:
-        functional = torch.nn.functional
-        stack.enter_context(
-            mock.patch.object(functional, "scaled_dot_product_attention", attention)
-        )
+    functional = torch.nn.functional
+    with (
+        mock.patch.object(functional, "scaled_dot_product_attention", attention),
+        mock.patch.object(functional, "softmax", _softmax),
+    ):
         yield
+
+
+@contextmanager
+def cuda_autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """Run as under CUDA's autocast to `dtype`; None leaves autocast off.
+
+    The CPU's autocast narrows the same products, but leaves narrow what CUDA's makes fp32
+    (autocast_mode.h: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE).
+    """
+    if dtype is None:
+        yield
+        return
+    with torch.autocast("cpu", dtype=dtype), _WideOperations():
+        yield
+
+
+_WIDE = {
+    torch.nn.functional.layer_norm,
+    torch.nn.functional.log_softmax,
+    torch.nn.functional.cross_entropy,
+    torch.nn.functional.nll_loss,
+    torch.nn.functional.softplus,
+    torch.nn.functional.softmax,
+    torch.softmax,
+    torch.log_softmax,
+    torch.logsumexp,
+    torch.exp,
+    torch.log,
+    torch.pow,
+    torch.rsqrt,
+    torch.sum,
+    torch.cumsum,
+    torch.prod,
+    torch.norm,
+    torch.Tensor.softmax,
+    torch.Tensor.log_softmax,
+    torch.Tensor.exp,
+    torch.Tensor.log,
+    torch.Tensor.pow,
+    torch.Tensor.__pow__,
+    torch.Tensor.rsqrt,
+    torch.Tensor.sum,
+    torch.Tensor.cumsum,
+    torch.Tensor.prod,
+    torch.Tensor.norm,
+}
+"""What CUDA's autocast runs in fp32, of the operations that language models call."""
+
+
+class _WideOperations(TorchFunctionMode):
+    """Widens the narrow arguments of the operations in _WIDE."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, its tensors widened where CUDA's autocast would."""
+        kwargs = kwargs or {}
+        if func in _WIDE and kwargs.get("dtype") is None:
+            args = tuple(_widened(argument) for argument in args)
+            kwargs = {name: _widened(argument) for name, argument in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _widened(argument: Any) -> Any:
+    is_narrow = isinstance(argument, torch.Tensor) and argument.dtype in (
+        torch.float16,
+        torch.bfloat16,
+    )
+    return argument.float() if is_narrow else argument
+
+
+def _softmax(
+    x: torch.Tensor, dim: int = -1, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return _Softmax.apply(x, dtype or x.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Softmax(torch.autograd.Function):
+    """SoftMax.cu: reads a narrow input and writes a wide output at once.
+
+    Its backward makes grad x output first (softmax_backward_cuda_out) and returns a gradient in the
+    input's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty_like(x, dtype=dtype)
+        ctx.input_dtype = x.dtype
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (out,) = ctx.saved_tensors
+        product = grad * out
+        result = torch.empty_like(out, dtype=ctx.input_dtype)
+        del product
+        return result, None
 
 
 class _Attention(torch.autograd.Function):
@@ -115,7 +206,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _flash_work(query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
-    """Return flash_api.cpp's softmax_d and dq_accum, and dk, dv of every query head where grouped."""
+    """Return flash_api.cpp's softmax_d and dq_accum, and dk, dv of every head where grouped."""
     rows, heads, tokens, size = query.shape
     tokens, size = _up(tokens, _FLASH_ROUND_TOKENS), _up(size, _FLASH_ROUND_HEAD)
     work = [

@@ -1,4 +1,4 @@
-"""A stand-in for bitsandbytes' `Linear4bit` that can be traced: its bytes, and its dequantised matrix.
+"""A stand-in for bitsandbytes' `Linear4bit` that can be traced: its bytes, its dequantised matrix.
 
 The real layer cannot be built under fake tensors (Params4bit is a tensor subclass).
 The stand-in holds the packed weight and its statistics in the real layer's sizes and calls the
@@ -8,7 +8,6 @@ registered dequantise operation, so that the transient wide matrix is seen in fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -37,7 +36,7 @@ def quantise(
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and child is not head:
-                setattr(parent, name, make(child, compute_dtype, double_quantised))
+                setattr(parent, name, make(child, compute_dtype, double=double_quantised))
     # What peft asks before it takes its path for 4-bit layers.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
     return model
@@ -55,7 +54,7 @@ def widen_unquantised(model: torch.nn.Module) -> None:
 
 
 @lru_cache(maxsize=1)
-def _stand_in_class() -> Callable[[torch.nn.Linear, torch.dtype, bool], torch.nn.Module]:
+def _stand_in_class() -> Any:
     """Return the class, made on first use: its base is bitsandbytes', by which peft knows it."""
     try:
         import bitsandbytes as bnb
@@ -68,7 +67,7 @@ def _stand_in_class() -> Callable[[torch.nn.Linear, torch.dtype, bool], torch.nn
     class Linear4bitStandIn(bnb.nn.Linear4bit):  # type: ignore[misc]  # untyped base
         """A 4-bit linear layer of the shape of `linear`, made without values."""
 
-        def __init__(self, linear: torch.nn.Linear, compute_dtype: torch.dtype, double: bool):
+        def __init__(self, linear: torch.nn.Linear, compute_dtype: torch.dtype, *, double: bool):
             torch.nn.Module.__init__(self)
             self.in_features, self.out_features = linear.in_features, linear.out_features
             self.compute_dtype = compute_dtype
@@ -76,9 +75,10 @@ def _stand_in_class() -> Callable[[torch.nn.Linear, torch.dtype, bool], torch.nn
             numel = linear.weight.numel()
             num_blocks = math.ceil(numel / BLOCK_SIZE)
             packed = torch.empty((numel + 1) // 2, 1, dtype=torch.uint8)
-            self.weight: Any = torch.nn.Parameter(packed, requires_grad=False)
+            weight: Any = torch.nn.Parameter(packed, requires_grad=False)
             # Read by peft from the real layer's Params4bit.
-            self.weight.compress_statistics, self.weight.quant_type = double, "nf4"
+            weight.compress_statistics, weight.quant_type = double, "nf4"
+            self.weight = weight
             self.double_quantised = double
             self._hold("absmax", num_blocks, torch.uint8 if double else torch.float32)
             self._hold("code", _CODE_SIZE, torch.float32)
@@ -100,7 +100,7 @@ def _stand_in_class() -> Callable[[torch.nn.Linear, torch.dtype, bool], torch.nn
                     absmax, self.nested_absmax, self.nested_code, NESTED_BLOCK_SIZE, torch.float32
                 )
                 absmax = absmax + self.offset
-            return torch.ops.bitsandbytes.dequantize_4bit(
+            wide: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(
                 self.weight,
                 absmax,
                 BLOCK_SIZE,
@@ -108,6 +108,7 @@ def _stand_in_class() -> Callable[[torch.nn.Linear, torch.dtype, bool], torch.nn
                 [self.out_features, self.in_features],
                 self.compute_dtype,
             )
+            return wide
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             """Return the product in the dtype of `x`, computed in the compute dtype."""

@@ -1,4 +1,4 @@
-"""The steps of other trainers on fake CUDA-like tensors, as a log for the allocator's replay.
+"""The steps of other trainers on fake tensors under CUDA's rules, as a log for the allocator.
 
 `TrainerStep` says what is run: an SFT step as transformers' Trainer or a plain loop runs it, or
 TRL's GRPO step. Unlike `steps`, which traces our own loop for the planner, these run at full depth
@@ -7,23 +7,26 @@ and at one shape: they answer for one configuration, allocator included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from grpo_lite.errors import UsageError
 from grpo_lite.grpo.policy import set_checkpointing
 from grpo_lite.optimizers import optimizer_row
 from grpo_lite.predict.allocator import Event
 from grpo_lite.trace.build import FakeModel, answer_data_questions, find_layers, materialise
-from grpo_lite.trace.cuda_rules import cuda_kernels
+from grpo_lite.trace.cuda_rules import cuda_autocast, cuda_kernels
+from grpo_lite.trace.loading import loading_events
 from grpo_lite.trace.quantised import quantise, widen_unquantised
 from grpo_lite.trace.recorder import Recorder
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_ENTROPY_TOKENS = 128
+"""Tokens whose entropy TRL computes at once (entropy_from_logits)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,7 @@ class TrainerStep:
     """One configuration of another trainer's step."""
 
     trainer: str
-    """"sft" (the model's own loss), "trl" (GRPO with TRL's fused head) or "trl-full-logits"."""
+    """"sft" (the model's own loss), "trl" (GRPO, fused head) or "trl-full-logits" (before 1.15)."""
     method: str
     """"full", "lora" or "qlora" (NF4)."""
     rows: int
@@ -43,7 +46,7 @@ class TrainerStep:
     weights_dtype: str = "bfloat16"
     """Dtype of the weights as loaded."""
     autocast_dtype: str | None = None
-    """Compute dtype of autocast; None where the trainer uses none."""
+    """Compute dtype of accelerate's mixed precision, which makes outputs fp32; None without."""
     attention: str = "sdpa"
     """transformers' name: "sdpa", "eager" or "flash_attention_2" (counted as flash sdpa)."""
     checkpointing: bool = False
@@ -52,30 +55,38 @@ class TrainerStep:
     """Rank of each adapter."""
     lora_targets: tuple[str, ...] = ()
     """Names of the adapted layers; empty for all linear layers but the head."""
+    adapter_dtype: str = "float32"
+    """Dtype of the adapters: peft makes them fp32, TRL's QLoRA bfloat16."""
     double_quantised: bool = True
     """NF4 statistics quantised in turn (qlora)."""
     widens_unquantised: bool = False
     """Whether `prepare_model_for_kbit_training` makes embeddings, norms and head fp32."""
     optimizer: str = "adamw_torch"
     """Name of a row of `optimizers`."""
-    keeps_output: bool = True
+    keeps_output: bool = False
     """Whether the caller holds the logits while backward runs."""
     compute_capability: str | None = None
     """The card's, for the choice of kernels; None for 8.0."""
+
+    def __post_init__(self) -> None:
+        if self.trainer not in _RUNNERS:
+            raise UsageError(
+                f"trainer is {self.trainer!r}; it must be one of {', '.join(_RUNNERS)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLog:
     """What one process allocates over a run's first two steps."""
 
-    resting: tuple[Event, ...]
-    """Weights, buffers and inputs."""
+    loading: tuple[Event, ...]
+    """The model on its way to the card."""
     first: tuple[Event, ...]
     """The first step, in which the optimizer's states appear."""
     later: tuple[Event, ...]
     """Every further step."""
-    tensor_bytes: tuple[tuple[str, int], ...]
-    """Operation and size of every tensor of a step, the optimizer's included."""
+    tensors: tuple[tuple[str, int], ...]
+    """Operation and bytes of every tensor that a step makes."""
 
 
 def record_step(config: Any, step: TrainerStep) -> StepLog:
@@ -94,15 +105,12 @@ def record_step(config: Any, step: TrainerStep) -> StepLog:
         cuda_kernels(step.compute_capability),
         recorder.record(fake.tensors),
     ):
-        recorder.mark("step", "step")
-        _RUNNERS[step.trainer](fake, step)
-        gradients = [recorder.index_of(p.grad) for p in fake.trainable if p.grad is not None]
-        recorder.mark("optimizer", "optimizer")
+        recorder.mark("passes", "forward and backward")
+        _RUNNERS[step.trainer](fake.model, step)
+        recorder.mark("optimizer", "step")
         _optimizer_temporaries(fake, step)
-        recorder.mark("zero", "zero")
         for parameter in fake.trainable:
             parameter.grad = None
-    del gradients
     return _log(fake, step, recorder)
 
 
@@ -110,17 +118,20 @@ def build_step_model(config: Any, step: TrainerStep) -> FakeModel:
     """Return the model as `step` trains it, on fake tensors."""
     from transformers import AutoModelForCausalLM
 
-    attention = "eager" if step.attention == "eager" else "sdpa"
     dtype = _DTYPES[step.weights_dtype]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
+            config,
+            dtype=dtype,
+            attn_implementation="eager" if step.attention == "eager" else "sdpa",
         )
         if step.method == "qlora":
             compute = _DTYPES[step.autocast_dtype or step.weights_dtype]
             quantise(model, compute_dtype=compute, double_quantised=step.double_quantised)
             if step.widens_unquantised:
                 widen_unquantised(model)
+        if step.trainer == "trl":
+            _add_fused_head(model)
         if step.method != "full":
             model = _adapt(model, step)
     model.config.use_cache = False
@@ -134,142 +145,145 @@ def build_step_model(config: Any, step: TrainerStep) -> FakeModel:
 def _adapt(model: Any, step: TrainerStep) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets = list(step.lora_targets) or "all-linear"
     lora = LoraConfig(
         r=step.lora_rank,
         lora_alpha=2 * step.lora_rank,
-        target_modules=targets,
+        target_modules=list(step.lora_targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, lora)
+    try:
+        adapted = get_peft_model(model, lora)
+    except ValueError as error:
+        raise UsageError(f"the adapters cannot be placed: {error}") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(_DTYPES[step.adapter_dtype])
+    return adapted
 
 
-def _run_sft(fake: FakeModel, step: TrainerStep) -> None:
+def _add_fused_head(model: Any) -> None:
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError as error:
+        raise UsageError(
+            "the fused head of TRL is traced through TRL itself, and 1.15 or later is not installed",
+            hint="pip install 'trl>=1.15', or ask for the path before it: --trl-version 1.14",
+        ) from error
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+
+
+def _run_sft(model: Any, step: TrainerStep) -> None:
     input_ids = torch.zeros(step.rows, step.tokens, dtype=torch.int64)
-    with _autocast(step):
-        out = fake.model(input_ids=input_ids, labels=input_ids)
+    with cuda_autocast(_autocast_dtype(step)):
+        out = model(input_ids=input_ids, labels=input_ids)
     loss = out.loss
+    if step.autocast_dtype is not None:
+        # accelerate's convert_outputs_to_fp32, while the caller still has the output.
+        out.logits = out.logits.float()
     if not step.keeps_output:
         del out
     loss.backward()
 
 
-_RUNNERS: dict[str, Callable[[FakeModel, TrainerStep], None]] = {"sft": _run_sft}
+def _run_trl_full_logits(model: Any, step: TrainerStep) -> None:
+    """Run TRL before 1.15: all logits of the completion, fp32 by accelerate, divided, reduced."""
+    input_ids = torch.zeros(step.rows, step.tokens, dtype=torch.int64)
+    targets = input_ids[:, -step.completion :]
+    with cuda_autocast(_autocast_dtype(step)):
+        logits = model(input_ids=input_ids, logits_to_keep=step.completion + 1).logits
+        if step.autocast_dtype is not None:
+            logits = logits.float()
+        logits = logits[:, :-1, :]
+        logits = logits / 1.0
+        logprobs = _selected_logprobs(logits, targets)
+        with torch.no_grad():
+            _entropies(logits)
+        loss = _grpo_loss(logprobs)
+    # As the trainer's method, whose local it is, has returned.
+    del logits
+    loss.backward()
 
 
-@contextmanager
-def _autocast(step: TrainerStep) -> Iterator[None]:
-    if step.autocast_dtype is None:
-        yield
-        return
-    with torch.autocast("cpu", dtype=_DTYPES[step.autocast_dtype]):
-        yield
+def _selected_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return log-probs as TRL's selective_log_softmax: row by row, narrow logits by log_softmax."""
+    index = targets.unsqueeze(-1)
+    if logits.dtype == torch.float32:
+        chosen = torch.gather(logits, -1, index).squeeze(-1)
+        return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+    rows = [
+        torch.nn.functional.log_softmax(row, dim=-1).gather(-1, place).squeeze(-1)
+        for row, place in zip(logits, index, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _entropies(logits: torch.Tensor) -> torch.Tensor:
+    parts = []
+    for chunk in logits.reshape(-1, logits.shape[-1]).split(_ENTROPY_TOKENS):
+        logprobs = torch.nn.functional.log_softmax(chunk, dim=-1)
+        parts.append(-(torch.exp(logprobs) * logprobs).sum(-1))
+    return torch.cat(parts)
+
+
+def _run_trl(model: Any, step: TrainerStep) -> None:
+    """Run TRL from 1.15 on: its own fused head, which never holds all logits."""
+    input_ids = torch.zeros(step.rows, step.tokens, dtype=torch.int64)
+    labels = input_ids.clone()
+    labels[:, : -step.completion] = -100
+    with cuda_autocast(_autocast_dtype(step)):
+        out = model(input_ids=input_ids, labels=labels, fused_lm_head=True)
+        loss = _grpo_loss(out.log_probs[:, -step.completion :])
+    del out
+    loss.backward()
+
+
+def _grpo_loss(logprobs: torch.Tensor) -> torch.Tensor:
+    ratio = torch.exp(logprobs - logprobs.detach())
+    clipped = torch.clamp(ratio, 0.8, 1.2)
+    return -torch.min(ratio, clipped).sum()
+
+
+_RUNNERS: dict[str, Callable[[Any, TrainerStep], None]] = {
+    "sft": _run_sft,
+    "trl": _run_trl,
+    "trl-full-logits": _run_trl_full_logits,
+}
+
+
+def _autocast_dtype(step: TrainerStep) -> torch.dtype | None:
+    return None if step.autocast_dtype is None else _DTYPES[step.autocast_dtype]
 
 
 def _optimizer_temporaries(fake: FakeModel, step: TrainerStep) -> None:
     """Make the largest set of temporaries of the optimizer's step, as its implementation does.
 
     The foreach AdamW takes the square root of all second moments at once before it divides
-    (torch.optim.adamw._multi_tensor_adamw); fused and 8-bit kernels work in place.
+    (torch.optim.adamw: _multi_tensor_adam); fused and 8-bit kernels work in place.
     """
-    row = optimizer_row(step.optimizer)
-    if not row.makes_temporaries:
-        return
-    roots = [torch.empty_like(parameter) for parameter in fake.trainable]
-    del roots
+    if optimizer_row(step.optimizer).makes_temporaries:
+        roots = [torch.empty_like(parameter) for parameter in fake.trainable]
+        del roots
 
 
 def _log(fake: FakeModel, step: TrainerStep, recorder: Recorder) -> StepLog:
-    row = optimizer_row(step.optimizer)
     births = recorder.recording.births
-    next_key = len(births)
-    resting, next_key = _load_events(fake, step, next_key)
-    before: list[Event] = []
-    after: list[Event] = []
+    parts: dict[str, list[Event]] = {"passes": [], "optimizer": []}
     for segment in recorder.recording.segments:
-        part = before if segment.stage == "step" else after
+        part = parts["passes" if segment.stage == "passes" else "optimizer"]
         for birth, sign in segment.events:
             if sign:
                 part.append(Event(birth, births[birth].num_bytes if sign > 0 else 0))
+    row = optimizer_row(step.optimizer)
+    key = len(births)
     states = []
     for parameter in fake.trainable:
         for num_bytes in row.state_tensor_bytes(parameter.numel(), parameter.element_size()):
-            states.append(Event(next_key, num_bytes))
-            next_key += 1
+            states.append(Event(key, num_bytes))
+            key += 1
+    loading = loading_events(fake.model, wide_item=_DTYPES[step.weights_dtype].itemsize, key=key)
     return StepLog(
-        resting=tuple(resting),
-        first=(*before, *states, *after),
-        later=(*before, *after),
-        tensor_bytes=tuple((birth.operation, birth.num_bytes) for birth in births),
+        loading=tuple(loading),
+        first=(*parts["passes"], *states, *parts["optimizer"]),
+        later=(*parts["passes"], *parts["optimizer"]),
+        tensors=tuple((birth.operation, birth.num_bytes) for birth in births),
     )
-
-
-def _load_events(fake: FakeModel, step: TrainerStep, key: int) -> tuple[list[Event], int]:
-    """Return the log of bringing the model onto the card, and the next free key.
-
-    transformers brings a model that is quantised on the fly straight to the card: it asks for one
-    block of the final size first (`caching_allocator_warmup`), then takes weights by name; each
-    lies there in its wide form while it is packed, and what `prepare_model_for_kbit_training`
-    widens lies there twice for a moment. That leaves holes, and blocks that are a little larger than
-    their tensors.
-    """
-    loading = _Loading(key=key, wide_item=_DTYPES[step.weights_dtype].itemsize)
-    modules = list(fake.model.named_modules())
-    if step.method == "qlora":
-        modules.sort(key=lambda pair: [(p.isdigit(), int(p) if p.isdigit() else p) for p in pair[0].split(".")])
-        loading.free(loading.allocate(_warm_up_bytes(fake, loading.wide_item)))
-    for _, module in modules:
-        loading.bring(module, widens=step.widens_unquantised)
-    loading.widen()
-    return loading.events, loading.key
-
-
-def _warm_up_bytes(fake: FakeModel, wide_item: int) -> int:
-    frozen = [p for p in fake.model.parameters() if not p.requires_grad]
-    return sum(p.numel() * (1 if p.dtype == torch.uint8 else wide_item) for p in frozen)
-
-
-@dataclass(slots=True)
-class _Loading:
-    """The log of a load as it grows."""
-
-    key: int
-    wide_item: int
-    events: list[Event] = field(default_factory=list)
-    _seen: set[int] = field(default_factory=set)
-    _to_widen: list[tuple[int, int]] = field(default_factory=list)
-
-    def allocate(self, num_bytes: int) -> int:
-        self.events.append(Event(self.key, num_bytes))
-        self.key += 1
-        return self.key - 1
-
-    def free(self, key: int) -> None:
-        self.events.append(Event(key))
-
-    def bring(self, module: torch.nn.Module, *, widens: bool) -> None:
-        """Log the tensors of `module` itself."""
-        is_packed = hasattr(module, "dequantised")
-        wide = None
-        if is_packed:
-            wide = self.allocate(module.in_features * module.out_features * self.wide_item)  # type: ignore[operator]  # a linear layer's sizes
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is None or tensor.untyped_storage()._cdata in self._seen:
-                continue
-            self._seen.add(tensor.untyped_storage()._cdata)
-            num_bytes = tensor.untyped_storage().nbytes()
-            frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-            if widens and frozen and not is_packed:
-                self._to_widen.append((self.allocate(tensor.numel() * self.wide_item), num_bytes))
-            elif num_bytes:
-                self.allocate(num_bytes)
-        if wide is not None:
-            self.free(wide)
-
-    def widen(self) -> None:
-        """Log what `prepare_model_for_kbit_training` does: it widens, then empties the cache."""
-        for narrow, num_bytes in self._to_widen:
-            self.allocate(num_bytes)
-            self.free(narrow)
-        if self._to_widen:
-            self.events.append(Event(None))
