@@ -7,7 +7,7 @@ from html import escape
 
 from grpo_lite.report import page
 from grpo_lite.report.charts import Point, memory_chart, seconds_chart, tradeoff_chart
-from grpo_lite.report.document import Alternative, Document
+from grpo_lite.report.document import Document
 from grpo_lite.report.sentences import (
     answer_sentence,
     batch_sentence,
@@ -21,6 +21,9 @@ from grpo_lite.units import format_bytes, format_seconds
 
 MAX_TENSORS = 8
 """Rows of the table of the largest tensors."""
+
+SAME_POINT_FRACTION = 0.01
+"""Plans nearer than this to the chosen one's bytes would be drawn under it."""
 
 
 def document_to_html(document: Document) -> str:
@@ -147,15 +150,23 @@ def _alternatives(document: Document, title: str) -> str:
 
 def _tradeoff(document: Document) -> str:
     chosen = document.chosen
-    same = [other for other in document.frontier if other.seconds > 0]
-    points = [
-        Point(peak_bytes=other.peak_bytes, seconds=other.seconds, label=label)
-        for other, label in zip(same, _labels(same), strict=True)
+    chosen_bytes = chosen.memory.allocated_peak_bytes
+    others = [
+        other
+        for other in document.frontier
+        if abs(other.peak_bytes / chosen_bytes - 1) > SAME_POINT_FRACTION
     ]
-    points = [point for point in points if point.peak_bytes != chosen.memory.allocated_peak_bytes]
+    points = [
+        Point(
+            peak_bytes=other.peak_bytes,
+            seconds=other.seconds,
+            label=other.description if other in (others[0], others[-1]) else "",
+        )
+        for other in others
+    ]
     points.append(
         Point(
-            peak_bytes=chosen.memory.allocated_peak_bytes,
+            peak_bytes=chosen_bytes,
             seconds=chosen.speed.seconds,
             label="chosen",
             is_chosen=True,
@@ -176,12 +187,6 @@ def _tradeoff(document: Document) -> str:
         )
         if part
     )
-
-
-def _labels(points: list[Alternative]) -> list[str]:
-    """Return what to write beside each point: the ends and the middle, so that none overlap."""
-    named = {0, len(points) // 2, len(points) - 1}
-    return [point.description if index in named else "" for index, point in enumerate(points)]
 
 
 def _to_take_away(document: Document) -> str:
