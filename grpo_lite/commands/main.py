@@ -14,10 +14,10 @@ import warnings
 from collections.abc import Sequence
 from importlib import metadata
 
-from grpo_lite.commands import demo, explain, fit, profile, train
+from grpo_lite.commands import demo, explain, fit, profile, report, train
 from grpo_lite.errors import GrpoLiteError
 
-COMMANDS = (fit, train, profile, explain, demo)
+COMMANDS = (fit, train, report, profile, explain, demo)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -89,7 +89,10 @@ def train_recipe(recipe: Recipe, path: Path) -> Outcome:
         Progress(recipe.training.steps, budget_bytes, report_console(sys.stderr)) as progress,
         open_run(recipe, inputs, log, progress) as opened,
     ):
-        log.append("start", {"model": recipe.model, "card": recipe.card})
+        log.append(
+            "start",
+            {"model": recipe.model, "card": recipe.card, "budget_bytes": budget_bytes},
+        )
         reason = "failed"
         try:
             with opened.interrupts.caught():

@@ -59,6 +59,7 @@ def document_to_json(document: Document) -> str:
         ],
         "choices": [asdict(choice) for choice in document.choices],
         "alternatives": [asdict(other) for other in document.alternatives],
+        "frontier": [asdict(other) for other in document.frontier],
         "rehearsal_s": document.rehearsal and document.rehearsal.seconds,
         "trl_arguments": dict(document.trl_arguments),
         "recipe_path": document.recipe_path,

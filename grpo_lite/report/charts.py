@@ -88,7 +88,7 @@ def seconds_chart(seconds: Sequence[tuple[Phase, float, str]]) -> str:
         axes.barh(_names([phase for phase, _, _ in seconds]), values, color=GOOD, height=0.72)
         axes.set_xlim(0, max(values) * 1.35)
         for row, (_, value, bound) in enumerate(seconds):
-            text = f"{format_seconds(value)}, {bound}"
+            text = ", ".join(part for part in (format_seconds(value), bound) if part)
             axes.annotate(
                 text,
                 (value, row),
@@ -98,7 +98,7 @@ def seconds_chart(seconds: Sequence[tuple[Phase, float, str]]) -> str:
                 color=INK,
             )
         axes.invert_yaxis()
-        axes.set_xlabel("seconds of one update, and what bounds them")
+        axes.set_xlabel("seconds of one update")
     return out[0]
 
 
@@ -131,8 +131,13 @@ def curves_chart(
     *,
     marks: Sequence[int] = (),
     limit: float | None = None,
+    from_zero: bool = True,
 ) -> str:
-    """Return `curves` over the updates `steps`, with a line at each of `marks`, as SVG."""
+    """Return `curves` over the updates `steps`, with a line at each of `marks`, as SVG.
+
+    `limit` is a level not to be crossed; `from_zero` starts the scale at 0, so that small changes
+    look small.
+    """
     colours = (GOOD, INK, _CATEGORY_COLOURS[Category.ACTIVATION])
     with _figure(2.5, name) as (figure, axes, out):
         for (label, values), colour in zip(curves.items(), colours, strict=False):
@@ -143,7 +148,9 @@ def curves_chart(
             axes.axvline(step, color=BAD, linewidth=1.2, linestyle="--")
         if limit is not None:
             axes.axhline(limit, color=BAD, linewidth=2)
+        if from_zero:
             axes.set_ylim(bottom=0)
+            axes.margins(y=0.1)
         axes.set_xlabel("update")
         axes.locator_params(axis="x", integer=True)
         _legend(figure, axes)

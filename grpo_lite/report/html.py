@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 
 from grpo_lite.report import page
 from grpo_lite.report.charts import Point, memory_chart, seconds_chart, tradeoff_chart
@@ -62,7 +61,7 @@ def _head(document: Document) -> str:
     return "\n".join(
         (
             f'<header>\n<span class="verdict {kind}">{document.verdict.upper()}</span>',
-            f"<h1>{escape(answer_sentence(document))}</h1>",
+            page.heading(answer_sentence(document)),
             page.paragraph(document.model_note, soft=True),
             page.facts(
                 (

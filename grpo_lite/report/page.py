@@ -57,6 +57,11 @@ def section(title: str, *parts: str) -> str:
     return f"<section>\n<h2>{escape(title)}</h2>\n{body}\n</section>" if body else ""
 
 
+def heading(text: str) -> str:
+    """Return the page's one heading of the first order."""
+    return f"<h1>{escape(text)}</h1>"
+
+
 def paragraph(text: str, *, soft: bool = False) -> str:
     """Return a paragraph of plain text."""
     kind = ' class="soft"' if soft else ""

@@ -166,8 +166,8 @@ def test_every_key_of_the_json_is_documented():
 
 
 def test_an_unknown_format_lists_the_known_ones():
-    with pytest.raises(UsageError, match="known: json, text"):
-        render(FITS, "yaml", report_console(io.StringIO()))
+    with pytest.raises(UsageError, match="known: html, json, markdown, text"):
+        render(FITS, "pdf", report_console(io.StringIO()))
 
 
 def test_the_table_of_peaks_is_the_golden_one(request):
