@@ -117,7 +117,7 @@ class PartRunner:
         _active.governor = self
         try:
             with self.card.attach():
-                self.card.adopt(tensors)
+                self._adopt(tensors)
                 yield
         finally:
             _active.governor = other
@@ -216,6 +216,14 @@ class PartRunner:
                         budget_bytes=self.card.budget_bytes,
                     )
                 )
+
+    def _adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        tried = try_once(self.card, lambda: self.card.adopt(tensors))
+        if isinstance(tried, Rescue):
+            raise BudgetExceeded(
+                f"the weights alone do not fit a budget of {format_bytes(self.card.budget_bytes)}",
+                hint="a smaller model, bf16 weights with LoRA, or a larger budget",
+            )
 
     def _run_part(self, job: Job, part: range, extra_bytes: int, measured: MeasuredRows) -> Any:
         card = self.card
