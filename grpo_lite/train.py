@@ -263,7 +263,7 @@ def one_update(run: Run, stream: PromptStream, step: int) -> StepRecord:
     ]
     batch = play(policy, rows, governor, run.sampling, (recipe.training.seed, step))
     played = Played(batch=batch, scores=score(batch, rows, run.rewards, run.tokenizer))
-    data, dead_fraction = update_data(policy, played)
+    data, dead_fraction = governor.attempt(lambda _: update_data(policy, played))
     data = add_logprobs(policy, data, governor)
     rate = learning_rate(recipe.training, step)
     run.engine.set_learning_rate(rate)
