@@ -80,8 +80,30 @@ def cuda_kernels(compute_capability: str | None) -> Iterator[None]:
     with (
         mock.patch.object(functional, "scaled_dot_product_attention", attention),
         mock.patch.object(functional, "softmax", _softmax),
+        mock.patch.object(functional, "dropout", _dropout),
     ):
         yield
+
+
+@contextmanager
+def trl_kernels() -> Iterator[None]:
+    """Run TRL's fused head as on CUDA, where Triton kernels fold a tile of logits in place.
+
+    Its torch path for other devices, which a trace would see, makes wide copies of each tile
+    (trl.kernels.chunked_logprob, TRL 1.15).
+    """
+    from trl.kernels import chunked_logprob
+
+    with (
+        mock.patch.object(chunked_logprob, "_forward_tile", _in_place),
+        mock.patch.object(chunked_logprob, "_backward_tile", _in_place),
+        mock.patch.object(chunked_logprob, "_addmm_fp32", _in_place),
+    ):
+        yield
+
+
+def _in_place(*tensors: Any, **options: Any) -> None:
+    """Stand for a kernel that allocates nothing."""
 
 
 @contextmanager
@@ -178,6 +200,28 @@ class _Softmax(torch.autograd.Function):
         result = torch.empty_like(out, dtype=ctx.input_dtype)
         del product
         return result, None
+
+
+def _dropout(
+    x: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
+    inplace: bool = False,  # noqa: FBT001, FBT002
+) -> torch.Tensor:
+    return _Dropout.apply(x) if training and p > 0 else x  # type: ignore[no-untyped-call]
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout.cu: one fused kernel that writes the output and keeps a mask of one byte each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty_like(x, dtype=torch.bool))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(grad)
 
 
 class _Attention(torch.autograd.Function):

@@ -19,7 +19,7 @@ from grpo_lite.grpo.policy import set_checkpointing
 from grpo_lite.optimizers import optimizer_row
 from grpo_lite.predict.allocator import Event
 from grpo_lite.trace.build import FakeModel, answer_data_questions, find_layers, materialise
-from grpo_lite.trace.cuda_rules import cuda_autocast, cuda_kernels
+from grpo_lite.trace.cuda_rules import cuda_autocast, cuda_kernels, trl_kernels
 from grpo_lite.trace.loading import loading_events
 from grpo_lite.trace.quantised import quantise, widen_unquantised
 from grpo_lite.trace.recorder import Recorder
@@ -55,8 +55,12 @@ class TrainerStep:
     """Rank of each adapter."""
     lora_targets: tuple[str, ...] = ()
     """Names of the adapted layers; empty for all linear layers but the head."""
+    lora_dropout: float = 0.0
+    """Dropout in front of each adapter."""
     adapter_dtype: str = "float32"
     """Dtype of the adapters: peft makes them fp32, TRL's QLoRA bfloat16."""
+    quantised_compute_dtype: str | None = None
+    """Dtype in which 4-bit layers compute; None for autocast's, else the weights' (qlora)."""
     double_quantised: bool = True
     """NF4 statistics quantised in turn (qlora)."""
     widens_unquantised: bool = False
@@ -126,8 +130,8 @@ def build_step_model(config: Any, step: TrainerStep) -> FakeModel:
             attn_implementation="eager" if step.attention == "eager" else "sdpa",
         )
         if step.method == "qlora":
-            compute = _DTYPES[step.autocast_dtype or step.weights_dtype]
-            quantise(model, compute_dtype=compute, double_quantised=step.double_quantised)
+            compute = step.quantised_compute_dtype or step.autocast_dtype or step.weights_dtype
+            quantise(model, compute_dtype=_DTYPES[compute], double_quantised=step.double_quantised)
             if step.widens_unquantised:
                 widen_unquantised(model)
         if step.trainer == "trl":
@@ -148,6 +152,7 @@ def _adapt(model: Any, step: TrainerStep) -> Any:
     lora = LoraConfig(
         r=step.lora_rank,
         lora_alpha=2 * step.lora_rank,
+        lora_dropout=step.lora_dropout,
         target_modules=list(step.lora_targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
@@ -166,7 +171,7 @@ def _add_fused_head(model: Any) -> None:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:
         raise UsageError(
-            "the fused head of TRL is traced through TRL itself, and 1.15 or later is not installed",
+            "the fused head of TRL is traced through TRL itself, and TRL 1.15 is not installed",
             hint="pip install 'trl>=1.15', or ask for the path before it: --trl-version 1.14",
         ) from error
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
@@ -230,11 +235,12 @@ def _run_trl(model: Any, step: TrainerStep) -> None:
     input_ids = torch.zeros(step.rows, step.tokens, dtype=torch.int64)
     labels = input_ids.clone()
     labels[:, : -step.completion] = -100
-    with cuda_autocast(_autocast_dtype(step)):
-        out = model(input_ids=input_ids, labels=labels, fused_lm_head=True)
-        loss = _grpo_loss(out.log_probs[:, -step.completion :])
-    del out
-    loss.backward()
+    with trl_kernels():
+        with cuda_autocast(_autocast_dtype(step)):
+            out = model(input_ids=input_ids, labels=labels, fused_lm_head=True)
+            loss = _grpo_loss(out.log_probs[:, -step.completion :])
+        del out
+        loss.backward()
 
 
 def _grpo_loss(logprobs: torch.Tensor) -> torch.Tensor:
