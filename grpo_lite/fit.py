@@ -15,11 +15,12 @@ from typing import Any
 from grpo_lite.alternatives import Case, longest_that_fits, next_best, what_would_fit
 from grpo_lite.cards.host import gains_from_bfloat16
 from grpo_lite.cards.probe import PlannedCard, plan_card
+from grpo_lite.cards.profile import CardProfile
 from grpo_lite.footprints import get_rehearsal
 from grpo_lite.frontier import frontier
 from grpo_lite.models import ModelSource, resolve_model
 from grpo_lite.plan import Plan, Workload
-from grpo_lite.predict.speed import ASSUMPTIONS, DISK_BYTES_PER_S, HOST_BYTES_PER_S, Tiers
+from grpo_lite.predict.speed import DISK_BYTES_PER_S, HOST_BYTES_PER_S, Tiers, assumptions
 from grpo_lite.report.document import Choice, Document
 from grpo_lite.search import (
     Candidate,
@@ -109,7 +110,7 @@ def fit(request: FitRequest, *, cache_dir: Path) -> FitAnswer:
         rehearsal=rehearsal,
         trl_arguments=trl_arguments(chosen.workload, chosen.plan),
         recipe_path=None,
-        assumptions=_assumptions(card, question, chosen.plan),
+        assumptions=_assumptions(card, question, chosen.plan, chosen.workload.dtype),
         seconds=time.monotonic() - started_s,
         num_candidates=len(candidates),
     )
@@ -242,10 +243,10 @@ def _model_note(source: ModelSource) -> str:
     return "; ".join(parts)
 
 
-def _assumptions(card: PlannedCard, question: Question, plan: Plan) -> tuple[str, ...]:
+def _assumptions(card: PlannedCard, question: Question, plan: Plan, dtype: str) -> tuple[str, ...]:
     uncertainty = f"{card.budget.uncertainty_fraction:.0%}"
     tiers = question.tiers.get(plan.offload)
-    offload = () if tiers is None else (_tiers_in_words(tiers),)
+    offload = () if tiers is None else (_tiers_in_words(tiers, card.profile),)
     memory = "memory: every row at its length caps; tensors counted by running the model's own code"
     if card.profile.form == "virtual":
         margin = f"memory: a plan within {uncertainty} of the budget is called tight"
@@ -254,20 +255,23 @@ def _assumptions(card: PlannedCard, question: Question, plan: Plan) -> tuple[str
             f"memory: {uncertainty} is kept for the caching allocator's fragmentation (assumed); "
             "traced on CPU kernels, whose attention keeps what flash attention keeps"
         )
-    return (memory, margin, *offload, *ASSUMPTIONS)
+    return (memory, margin, *offload, *assumptions(card.profile, dtype))
 
 
-def _tiers_in_words(tiers: Tiers) -> str:
+def _tiers_in_words(tiers: Tiers, profile: CardProfile) -> str:
     text = f"offload: {format_bytes(tiers.host_bytes)} of RAM (buffers included)"
     if tiers.disk_bytes:
         text += (
             f", {format_bytes(tiers.disk_bytes)} in files, "
             f"{format_bytes(tiers.disk_written_bytes)} written in each update"
         )
-    return (
-        f"{text}; {HOST_BYTES_PER_S / 1e9:.0f} GB/s of RAM and {DISK_BYTES_PER_S / 1e9:.0f} GB/s "
-        "of disk are assumed, and no copy is counted as hidden behind compute"
+    rates = (
+        f"{HOST_BYTES_PER_S / 1e9:.0f} GB/s of RAM and {DISK_BYTES_PER_S / 1e9:.0f} GB/s of disk "
+        "are assumed"
     )
+    if profile.host_bandwidth_bytes_per_s and profile.disk_read_bytes_per_s:
+        rates = "RAM and disk at their measured rates"
+    return f"{text}; {rates}, and no copy is counted as hidden behind compute"
 
 
 def exit_code(document: Document) -> int:

@@ -88,6 +88,7 @@ def measure_cpu(folder: Path, pace: Pace) -> CardProfile:
         flops_per_s=flops,
         launch_s=launch_s,
         host_ram_bytes=host.ram_bytes,
+        host_bandwidth_bytes_per_s=host.bandwidth_bytes_per_s,
         disk_write_bytes_per_s=host.disk_write_bytes_per_s,
         disk_read_bytes_per_s=host.disk_read_bytes_per_s,
         notes=f"torch {torch.__version__}",

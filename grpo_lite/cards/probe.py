@@ -116,6 +116,9 @@ def _plan_virtual(spec: str) -> PlannedCard:
             memory_bandwidth_bytes_per_s=cpu.memory_bandwidth_bytes_per_s,
             flops_per_s=cpu.flops_per_s,
             launch_s=cpu.launch_s,
+            host_bandwidth_bytes_per_s=cpu.memory_bandwidth_bytes_per_s,
+            disk_write_bytes_per_s=cpu.disk_write_bytes_per_s,
+            disk_read_bytes_per_s=cpu.disk_read_bytes_per_s,
         )
         note = "a byte budget on CPU tensors; speeds measured by `grpo-lite profile`"
     return PlannedCard(

@@ -1,9 +1,10 @@
-"""Seconds of a plan by phase: a roofline over the work that the trace counted.
+"""Seconds of a plan by phase: the work that the trace counted over what the card does.
 
-A phase takes the longer of its arithmetic and its memory traffic, plus the launching of its
-operations.
-The fractions below are assumptions, shown as such in every report; a measured profile replaces
-them later.
+Eager operations run one after the other, so the times of arithmetic, of memory traffic and of
+launching add up; a product costs the longer of its first two, and at either end the shorter of
+them is small.
+What `grpo-lite profile` measured is taken as it is; a datasheet's figure by an assumed fraction,
+which every report shows.
 Pure; knows no torch.
 """
 
@@ -13,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo_lite.cards.profile import CardProfile
+from grpo_lite.cards.profile import CardProfile, Figure
 from grpo_lite.plan import Phase, Plan, Workload
 from grpo_lite.predict.footprint import Footprint, Shape, Stage, evaluate, stage_name
 from grpo_lite.predict.memory import micro_batch_shape, optimizer_state_bytes
@@ -33,12 +34,8 @@ and the rounded weight (4 + 12 read, 12 + 2 written)."""
 DISK_BYTES_PER_S = 1e9
 """Assumed sum of reading and writing on a laptop's NVMe disk."""
 
-ASSUMPTIONS = (
-    f"speed: {ACHIEVED_FLOPS_FRACTION:.0%} of the card's FLOP/s and "
-    f"{ACHIEVED_BANDWIDTH_FRACTION:.0%} of its bandwidth are reached, "
-    f"{LAUNCH_S * 1e6:.0f} us for each launched operation (assumed, not measured)",
-    "speed: the time of the reward functions is unknown and left out",
-)
+REWARD_ASSUMPTION = "speed: the time of the reward functions is unknown and left out"
+"""True of every prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +94,53 @@ class Tiers:
 class _Rates:
     flops_per_s: float
     bytes_per_s: float
+    launch_s: float
     link_bytes_per_s: float
+    host_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+
+
+def assumptions(profile: CardProfile, dtype: str) -> tuple[str, ...]:
+    """Return in words what predictions of time on `profile` rest on."""
+    if _is_measured(profile, dtype):
+        return (
+            "speed: this machine's own rates, measured by `grpo-lite profile`",
+            REWARD_ASSUMPTION,
+        )
+    return (
+        f"speed: {ACHIEVED_FLOPS_FRACTION:.0%} of the card's FLOP/s and "
+        f"{ACHIEVED_BANDWIDTH_FRACTION:.0%} of its bandwidth are reached, "
+        f"{LAUNCH_S * 1e6:.0f} us for each launched operation (assumed, not measured)",
+        REWARD_ASSUMPTION,
+    )
+
+
+def _is_measured(profile: CardProfile, dtype: str) -> bool:
+    figures = (profile.flops_per_s[dtype], profile.memory_bandwidth_bytes_per_s, profile.launch_s)
+    return all(figure is not None and figure.source == "measured" for figure in figures)
+
+
+def _achieved(figure: Figure, assumed_fraction: float) -> float:
+    return figure.value * (1.0 if figure.source == "measured" else assumed_fraction)
+
+
+def _rates(profile: CardProfile, dtype: str) -> _Rates:
+    """Return what the card of `profile` reaches; a missing figure by its assumption."""
+    link = profile.link_bytes_per_s or profile.memory_bandwidth_bytes_per_s
+
+    def value(figure: Figure | None, otherwise: float) -> float:
+        return otherwise if figure is None else figure.value
+
+    return _Rates(
+        flops_per_s=_achieved(profile.flops_per_s[dtype], ACHIEVED_FLOPS_FRACTION),
+        bytes_per_s=_achieved(profile.memory_bandwidth_bytes_per_s, ACHIEVED_BANDWIDTH_FRACTION),
+        launch_s=value(profile.launch_s, LAUNCH_S),
+        link_bytes_per_s=_achieved(link, ACHIEVED_BANDWIDTH_FRACTION),
+        host_bytes_per_s=value(profile.host_bandwidth_bytes_per_s, HOST_BYTES_PER_S),
+        disk_read_bytes_per_s=value(profile.disk_read_bytes_per_s, DISK_BYTES_PER_S),
+        disk_write_bytes_per_s=value(profile.disk_write_bytes_per_s, DISK_BYTES_PER_S),
+    )
 
 
 def estimate_speed(
@@ -111,12 +154,7 @@ def estimate_speed(
 
     `tiers`: what moves where the plan's offload is not "none".
     """
-    link = profile.link_bytes_per_s or profile.memory_bandwidth_bytes_per_s
-    rates = _Rates(
-        flops_per_s=profile.flops_per_s[workload.dtype].value * ACHIEVED_FLOPS_FRACTION,
-        bytes_per_s=profile.memory_bandwidth_bytes_per_s.value * ACHIEVED_BANDWIDTH_FRACTION,
-        link_bytes_per_s=link.value * ACHIEVED_BANDWIDTH_FRACTION,
-    )
+    rates = _rates(profile, workload.dtype)
     shape = micro_batch_shape(workload, plan)
     phases = [_rollout(footprint, workload, plan, rates)]
     if workload.needs_logprob_phase:
@@ -157,11 +195,10 @@ def _rollout(footprint: Footprint, workload: Workload, plan: Plan, rates: _Rates
 def _phase(phase: Phase, parts: list[tuple[Stage, Shape, int]], rates: _Rates) -> PhaseSpeed:
     seconds: dict[str, float] = {"compute": 0.0, "bandwidth": 0.0, "launch": 0.0}
     for stage, shape, repeats in parts:
-        compute_s = evaluate(stage.work.flops, shape) / rates.flops_per_s
+        seconds["compute"] += repeats * evaluate(stage.work.flops, shape) / rates.flops_per_s
         traffic_s = evaluate(stage.work.moved_bytes, shape) / rates.bytes_per_s
-        bound = "compute" if compute_s > traffic_s else "bandwidth"
-        seconds[bound] += repeats * max(compute_s, traffic_s)
-        seconds["launch"] += repeats * stage.work.num_operations * LAUNCH_S
+        seconds["bandwidth"] += repeats * traffic_s
+        seconds["launch"] += repeats * stage.work.num_operations * rates.launch_s
     return _phase_speed(phase, seconds)
 
 
@@ -173,7 +210,7 @@ def _step(footprint: Footprint, workload: Workload, rates: _Rates) -> PhaseSpeed
     moved_bytes = 2 * trained_bytes + weights.gradient_bytes + 2 * state_bytes
     seconds = {
         "bandwidth": workload.num_iterations * moved_bytes / rates.bytes_per_s,
-        "launch": workload.num_iterations * weights.num_trainable_tensors * LAUNCH_S,
+        "launch": workload.num_iterations * weights.num_trainable_tensors * rates.launch_s,
     }
     return _phase_speed(Phase.STEP, seconds)
 
@@ -190,13 +227,16 @@ def _host_step(
         + workload.num_iterations * tiers.link_bytes_per_step
     )
     host_bytes = tiers.num_parameters * HOST_ADAM_BYTES
-    disk_bytes = tiers.disk_read_bytes + tiers.disk_written_bytes
+    disk_s = (
+        tiers.disk_read_bytes / rates.disk_read_bytes_per_s
+        + tiers.disk_written_bytes / rates.disk_write_bytes_per_s
+    )
     return _phase_speed(
         Phase.STEP,
         {
             "link": link_bytes / rates.link_bytes_per_s,
-            "host": workload.num_iterations * host_bytes / HOST_BYTES_PER_S,
-            "disk": workload.num_iterations * disk_bytes / DISK_BYTES_PER_S,
+            "host": workload.num_iterations * host_bytes / rates.host_bytes_per_s,
+            "disk": workload.num_iterations * disk_s,
         },
     )
 

@@ -1,6 +1,7 @@
 """Measuring a machine: honest spreads, a file that reads back, and cures for what can go wrong."""
 
 import itertools
+import time
 import tomllib
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,34 +35,45 @@ def config(tmp_path, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Blocks and copies that take no time."""
+    make_small(monkeypatch)
+
+
+def make_small(monkeypatch):
     monkeypatch.setattr(measure, "DISK_BLOCK_BYTES", MIB)
     monkeypatch.setattr(measure, "COPY_BYTES", MIB)
     monkeypatch.setattr(measure, "NUM_LAUNCHES", 10)
 
 
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """The folder in which the module's one profile measured the disk."""
+    return tmp_path_factory.mktemp("scratch")
+
+
+@pytest.fixture(scope="module")
+def cpu(scratch):
+    """This machine's processor, measured once: half precision is slow on most."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        make_small(monkeypatch)
+        return measure_cpu(scratch, pace_of())
+
+
 def pace_of(figure_s=0.001, step_s=None):
     """A pace whose clock moves on by `step_s` at each look, or tells the time."""
-    import time
-
     ticks = itertools.count()
     clock = time.perf_counter if step_s is None else lambda: next(ticks) * step_s
     return Pace(figure_s=figure_s, clock=clock, tell=lambda what: None)
 
 
-def test_the_processors_profile_is_measured_and_reads_back(config, small, tmp_path):
-    profile = measure_cpu(tmp_path / "scratch", pace_of())
-    save_profile(profile)
-    assert load_profile("cpu") == profile
-    figures = [
-        profile.memory_bandwidth_bytes_per_s,
-        profile.launch_s,
-        profile.disk_read_bytes_per_s,
-    ]
-    for figure in [*figures, *profile.flops_per_s.values()]:
+def test_the_processors_profile_is_measured_and_reads_back(config, cpu, scratch):
+    save_profile(cpu)
+    assert load_profile("cpu") == cpu
+    figures = [cpu.memory_bandwidth_bytes_per_s, cpu.launch_s, cpu.disk_read_bytes_per_s]
+    for figure in [*figures, *cpu.flops_per_s.values()]:
         assert figure.source == "measured"
         assert figure.low <= figure.value <= figure.high
         assert figure.value > 0
-    assert list((tmp_path / "scratch").iterdir()) == []
+    assert list(scratch.iterdir()) == []
 
 
 def test_a_rate_is_the_work_over_the_clocks_seconds():
@@ -96,16 +108,16 @@ def test_a_shipped_profile_survives_being_written():
     assert parse_profile(profile_to_toml(profile), f"{profile.name}.toml") == profile
 
 
-def test_only_a_processor_may_lack_a_driver_name(config, small, tmp_path):
+def test_only_a_processor_may_lack_a_driver_name(cpu):
     """A card's file whose capability was edited away must not become a card without CUDA."""
-    text = profile_to_toml(measure_cpu(tmp_path, pace_of()))
+    text = profile_to_toml(cpu)
     assert tomllib.loads(text)["form"] == "cpu"
     with pytest.raises(UsageError, match="nvml_name is missing"):
         parse_profile(text.replace('form = "cpu"', 'form = "laptop"'), "x.toml")
 
 
-def test_a_profile_edited_wrongly_names_file_and_key(config, small, tmp_path, capsys):
-    file = save_profile(measure_cpu(tmp_path / "scratch", pace_of()))
+def test_a_profile_edited_wrongly_names_file_and_key(config, cpu, capsys):
+    file = save_profile(cpu)
     file.write_text(file.read_text().replace('source = "measured"', 'source = "sworn"', 1))
     assert main(["profile", "--show", "cpu"]) == 2
     error = capsys.readouterr().err
@@ -113,27 +125,25 @@ def test_a_profile_edited_wrongly_names_file_and_key(config, small, tmp_path, ca
     assert "sworn" in error
 
 
-def test_the_processor_is_a_card_that_plans_and_opens(config, small, tmp_path):
+def test_the_processor_is_a_card_that_plans_and_opens(config, cpu):
     with pytest.raises(UsageError):
         plan_card("cpu")  # not measured yet
-    save_profile(measure_cpu(tmp_path / "scratch", pace_of()))
+    save_profile(cpu)
     planned = plan_card("cpu")
     assert open_card("cpu").budget_bytes == plan_card("cpu").budget.card_bytes
     assert 0 < planned.budget.card_bytes < planned.budget.total_bytes
 
 
-def test_virtual_cards_take_the_measured_speeds_and_say_so(config, small, tmp_path):
+def test_virtual_cards_take_the_measured_speeds_and_say_so(config, cpu):
     assert plan_card("virtual:1GiB").profile.flops_per_s["float32"].source == "assumed"
-    profile = measure_cpu(tmp_path / "scratch", pace_of())
-    save_profile(profile)
+    save_profile(cpu)
     planned = plan_card("virtual:1GiB")
-    assert planned.profile.flops_per_s == profile.flops_per_s
+    assert planned.profile.flops_per_s == cpu.flops_per_s
     assert "measured" in planned.note
 
 
-def test_a_processors_profile_is_never_matched_to_a_cuda_card(config, small, tmp_path):
-    profile = replace(measure_cpu(tmp_path / "scratch", pace_of()), title="NVIDIA A10")
-    save_profile(profile)
+def test_a_processors_profile_is_never_matched_to_a_cuda_card(config, cpu):
+    save_profile(replace(cpu, title="NVIDIA A10"))
     assert match_profile("NVIDIA A10", 23 * 1024**3).name != "cpu"
 
 

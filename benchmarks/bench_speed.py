@@ -1,0 +1,313 @@
+"""Predicted against measured seconds of an update on this machine's processor.
+
+Twelve configurations of two random models run the very functions of `train` (sampling, forward,
+backward, step) at their length caps; predictions use a profile that is measured first.
+For one question every plan that the search would try on one micro-batch ladder is run as well, to
+see how far the picked one is from the fastest.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_speed.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_lite.cards.card import Budget
+from grpo_lite.cards.measure import Pace, measure_cpu
+from grpo_lite.cards.profile import CardProfile
+from grpo_lite.grpo.batch import MicroBatch, RolloutBatch
+from grpo_lite.grpo.objective import Normalizers
+from grpo_lite.grpo.policy import add_adapters, prepare_policy, set_checkpointing, weights_dtype
+from grpo_lite.grpo.rollout import Sampling, generate_slice
+from grpo_lite.grpo.update import UpdateData, begin_gradients, make_policy, micro_batch_loss
+from grpo_lite.models import check_config
+from grpo_lite.offload.resident import ResidentEngine
+from grpo_lite.optimizers import optimizer_row
+from grpo_lite.plan import Phase, Plan, Workload
+from grpo_lite.predict.footprint import Footprint
+from grpo_lite.predict.speed import SpeedEstimate, estimate_speed
+from grpo_lite.search import Question, price
+from grpo_lite.trace.build import build_config
+from grpo_lite.trace.footprint import trace_footprint
+
+MODELS: dict[str, dict[str, Any]] = {
+    "narrow": {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 768},
+    "wide": {"hidden_size": 768, "num_hidden_layers": 4, "intermediate_size": 2048},
+}
+"""Shapes of Qwen2's kind: launches weigh in the first, arithmetic in the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One configuration."""
+
+    model: str
+    method: str
+    prompt: int
+    completion: int
+    rows: int
+    micro_batch: int
+    checkpointing: bool
+
+    @property
+    def workload(self) -> Workload:
+        """The experiment."""
+        return Workload(
+            method=self.method,
+            dtype="float32",
+            prompts_per_step=self.rows // 4,
+            num_generations=4,
+            max_prompt_length=self.prompt,
+            max_completion_length=self.completion,
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """How it is run."""
+        return Plan(
+            micro_batch=self.micro_batch,
+            gradient_accumulation_steps=self.rows // self.micro_batch,
+            gradient_checkpointing=self.checkpointing,
+            logprob_chunk_tokens=min(256, self.micro_batch * self.completion),
+            rollout_batch=self.rows,
+        )
+
+
+def cases() -> list[Case]:
+    """Return the twelve: lengths, batch shapes, checkpointing and method vary together."""
+    shapes = (
+        (32, 32, 8, 8, False, "full"),
+        (32, 32, 8, 2, False, "full"),
+        (96, 32, 8, 4, True, "full"),
+        (32, 96, 4, 4, False, "lora"),
+        (64, 16, 16, 4, False, "lora"),
+        (64, 64, 8, 8, True, "lora"),
+    )
+    return [
+        Case(
+            model=model,
+            method=method,
+            prompt=prompt,
+            completion=completion,
+            rows=rows,
+            micro_batch=micro_batch,
+            checkpointing=checkpointing,
+        )
+        for model in MODELS
+        for prompt, completion, rows, micro_batch, checkpointing, method in shapes
+    ]
+
+
+def config_of(model: str) -> Any:
+    """Return the transformers config of a benchmark model."""
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": 8192,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        **MODELS[model],
+    }
+    check_config(config, model)
+    return build_config(config)
+
+
+def measure_update(case: Case, repeats: int) -> dict[Phase, float]:
+    """Return the least seconds by phase of `repeats` updates, after one that warms up."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    workload, plan = case.workload, case.plan
+    model = AutoModelForCausalLM.from_config(config_of(case.model), dtype=weights_dtype(workload))
+    model = add_adapters(model, workload)
+    prepare_policy(model, workload)
+    set_checkpointing(model, enabled=plan.gradient_checkpointing)
+    engine = ResidentEngine(
+        model.parameters(), optimizer_row(workload.optimizer), learning_rate=1e-5
+    )
+    best: dict[Phase, float] = {}
+    for repeat in range(repeats + 1):
+        for phase, seconds in one_update(model, engine, workload, plan).items():
+            if repeat:
+                best[phase] = min(seconds, best.get(phase, math.inf))
+    return best
+
+
+def one_update(
+    model: Any, engine: ResidentEngine, workload: Workload, plan: Plan
+) -> dict[Phase, float]:
+    """Return the seconds by phase of one update on random tokens, every row at its caps."""
+    seconds = dict.fromkeys((Phase.ROLLOUT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP), 0.0)
+    sampling = Sampling(workload=workload, eos_ids=(), pad_id=0)
+    prompts = [list(range(1, workload.max_prompt_length + 1))] * plan.rollout_batch
+    model.eval()
+    noise = torch.rand(plan.rollout_batch, workload.max_completion_length)
+    started_s = time.perf_counter()
+    for _ in range(workload.num_rows // plan.rollout_batch):
+        generate_slice(model, prompts, noise, sampling)
+    seconds[Phase.ROLLOUT] = time.perf_counter() - started_s
+    model.train()
+    policy = make_policy(model, workload, pad_id=0)
+    begin_gradients(policy)
+    micro, data = inputs(workload, plan)
+    for _ in range(plan.gradient_accumulation_steps):
+        started_s = time.perf_counter()
+        share = micro_batch_loss(policy, micro, data, plan.logprob_chunk_tokens)
+        between_s = time.perf_counter()
+        share.loss.backward()
+        seconds[Phase.FORWARD] += between_s - started_s
+        seconds[Phase.BACKWARD] += time.perf_counter() - between_s
+        del share
+    started_s = time.perf_counter()
+    engine.step()
+    seconds[Phase.STEP] = time.perf_counter() - started_s
+    for parameter in engine.parameters:
+        parameter.grad = None
+    gc.collect()
+    return seconds
+
+
+def inputs(workload: Workload, plan: Plan) -> tuple[MicroBatch, UpdateData]:
+    """Return one micro-batch of random tokens, and the update that it stands for."""
+    rows, completion = plan.micro_batch, workload.max_completion_length
+    starts = torch.arange(rows)[:, None] * workload.num_tokens + workload.max_prompt_length - 1
+    micro = MicroBatch(
+        rows=tuple(range(rows)),
+        input_ids=torch.randint(1, 8192, (rows, workload.num_tokens)),
+        positions=(starts + torch.arange(completion)).reshape(-1),
+        targets=torch.randint(1, 8192, (rows * completion,)),
+        slots=torch.arange(rows * completion),
+        mask=torch.ones(rows, completion),
+    )
+    data = UpdateData(
+        batch=RolloutBatch(prompt_ids=(), completion_ids=(), truncated=()),
+        advantages_R=torch.randn(workload.num_rows),
+        mask_RC=torch.ones(workload.num_rows, completion, dtype=torch.bool),
+        normalizers=Normalizers(
+            num_rows=workload.num_rows, num_loss_tokens=workload.num_rows * completion
+        ),
+        rows=tuple(range(workload.num_rows)),
+        old_logprobs_RC=None,
+        ref_logprobs_RC=None,
+    )
+    return micro, data
+
+
+def spearman(left: list[float], right: list[float]) -> float:
+    """Return the rank correlation of two lists without ties."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (left, right)]
+    n = len(left)
+    distance = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
+    return 1 - 6 * distance / (n * (n * n - 1))
+
+
+def ladder(case: Case) -> Iterator[Case]:
+    """Yield `case` under every micro-batch, with and without checkpointing."""
+    for micro_batch in (1, 2, 4, 8):
+        for checkpointing in (False, True):
+            yield replace(case, micro_batch=micro_batch, checkpointing=checkpointing)
+
+
+class Predictor:
+    """Predictions with footprints traced once for each model and method."""
+
+    def __init__(self, profile: CardProfile) -> None:
+        self.profile = profile
+        self.footprints: dict[tuple[str, str], Footprint] = {}
+
+    def footprint(self, case: Case) -> Footprint:
+        """Return what the trace learnt of the model and method of `case`."""
+        key = (case.model, case.method)
+        if key not in self.footprints:
+            config = config_of(case.model)
+            self.footprints[key] = trace_footprint(case.model, config, case.workload)
+        return self.footprints[key]
+
+    def predict(self, case: Case) -> SpeedEstimate:
+        """Return the predicted seconds of `case`."""
+        return estimate_speed(self.footprint(case), case.workload, case.plan, self.profile)
+
+
+def main() -> None:
+    """Measure, predict, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    options = parser.parse_args()
+    repeats = 2 if options.quick else 5
+    pace = Pace(
+        figure_s=0.5 if options.quick else 2.0, clock=time.perf_counter, tell=lambda what: None
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        profile = measure_cpu(Path(folder), pace)
+    predictor = Predictor(profile)
+    predicted, measured = compare(cases(), predictor, repeats)
+    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+    picked_over_best = pick(predictor, repeats)
+    print(
+        json.dumps(
+            {
+                "median_error": round(statistics.median(errors), 3),
+                "worst_error": round(max(errors), 3),
+                "spearman": round(spearman(predicted, measured), 3),
+                "picked_over_best": round(picked_over_best, 3),
+                "cards_median_error": None,
+            }
+        )
+    )
+
+
+def compare(
+    configurations: list[Case], predictor: Predictor, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Return predicted and measured seconds of `configurations`, printed by phase."""
+    predicted, measured = [], []
+    for case in configurations:
+        estimate = predictor.predict(case)
+        seconds = measure_update(case, repeats)
+        predicted.append(estimate.seconds)
+        measured.append(sum(seconds.values()))
+        parts = ", ".join(
+            f"{part.phase} {part.seconds:.3f}/{seconds[part.phase]:.3f} {part.bound_by}"
+            for part in estimate.phases
+        )
+        print(
+            f"{case.model:6} {case.method:4} p{case.prompt} c{case.completion} "
+            f"{case.micro_batch}x{case.rows // case.micro_batch}"
+            f"{' ck' if case.checkpointing else ''}: {predicted[-1]:.2f} predicted, "
+            f"{measured[-1]:.2f} s measured ({predicted[-1] / measured[-1] - 1:+.0%}); {parts}"
+        )
+    return predicted, measured
+
+
+def pick(predictor: Predictor, repeats: int) -> float:
+    """Return the measured seconds of the plan predicted as fastest over the fastest measured."""
+    question = cases()[0]
+    plans = list(ladder(question))
+    unlimited = Budget(card_bytes=2**60, total_bytes=2**60)
+
+    def priced(case: Case) -> float:
+        question = Question(
+            footprint=predictor.footprint(case), profile=predictor.profile, budget=unlimited
+        )
+        return price(question, case.workload, case.plan).speed.seconds
+
+    picked = min(plans, key=priced)
+    seconds = {case: sum(measure_update(case, repeats).values()) for case in plans}
+    return seconds[picked] / min(seconds.values())
+
+
+if __name__ == "__main__":
+    main()
