@@ -104,6 +104,7 @@ def _measurement(row):
         lora_targets=_targets(lora.get("targets", "all linear")),
         optimizer=_optimizer(row["optimizer"]),
         compute_capability=profile.compute_capability,
+        cublas_workspace_bytes=int(profile.cublas_workspace_bytes.value),
         **LOOPS[row["group"]],
     )
     return Question(
@@ -148,6 +149,7 @@ def _case(row):
         double_quantised="double" in str(settings.get("quant", "double")),
         optimizer=_optimizer(str(settings.get("optimizer") or "adamw")),
         compute_capability=profile.compute_capability,
+        cublas_workspace_bytes=int(profile.cublas_workspace_bytes.value),
         lora_dropout=settings.get("lora_dropout") or 0.0,
         autocast_dtype="float16" if "fp16" in dtype else "bfloat16",
         quantised_compute_dtype="float32" if computes_wide else None,

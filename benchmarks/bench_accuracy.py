@@ -25,9 +25,8 @@ from accuracy_rows import QUANTITIES, read_rows  # noqa: E402
 
 from grpo_lite.cards.oom_text import tensor_range  # noqa: E402
 from grpo_lite.errors import UsageError  # noqa: E402
-from grpo_lite.predict.allocator import Event, OutOfMemory, replay  # noqa: E402
+from grpo_lite.predict.allocator import OutOfMemory, replay  # noqa: E402
 from grpo_lite.trace.build import build_config  # noqa: E402
-from grpo_lite.trace.cuda_rules import cublas_workspaces  # noqa: E402
 from grpo_lite.trace.trainers import record_step  # noqa: E402
 from grpo_lite.units import GIB  # noqa: E402
 
@@ -67,11 +66,7 @@ def _answer(question):
         return f"cannot be traced: {str(error).splitlines()[0]}"
     finally:
         gc.collect()
-    workspaces = [
-        Event(-1 - place, num_bytes)
-        for place, num_bytes in enumerate(cublas_workspaces(question.profile))
-    ]
-    steps = [[*workspaces, *log.first], log.later]
+    steps = [log.first, log.later]
     runtime_gib = question.profile.runtime_bytes.value / GIB
     peaks = replay(log.loading, steps)
     predicted = {"allocated": peaks.allocated_bytes / GIB, "reserved": peaks.reserved_bytes / GIB}

@@ -15,8 +15,6 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from grpo_lite.cards.profile import CardProfile
-
 
 class AttentionKernel(StrEnum):
     """The kernels behind `scaled_dot_product_attention` on CUDA."""
@@ -45,15 +43,6 @@ def attention_kernel(compute_capability: str | None, dtype: torch.dtype) -> Atte
     narrow = dtype in (torch.float16, torch.bfloat16)
     is_flash = major >= _FLASH_CAPABILITY and narrow
     return AttentionKernel.FLASH if is_flash else AttentionKernel.EFFICIENT
-
-
-def cublas_workspaces(profile: CardProfile) -> tuple[int, ...]:
-    """Return the bytes of each cuBLAS workspace that a training step takes from torch's allocator.
-
-    One for each handle and stream, and each thread has its own handle: the main thread's and that
-    of autograd's device thread (CUDABlas.cpp, CublasHandlePool.cpp).
-    """
-    return (int(profile.cublas_workspace_bytes.value),) * 2
 
 
 @contextmanager

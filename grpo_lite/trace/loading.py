@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from grpo_lite.predict.allocator import Event
 
 
-def loading_events(model: torch.nn.Module, *, wide_item: int, key: int) -> list[Event]:
+def loading_events(model: torch.nn.Module, *, wide_item: int, keys: Iterator[int]) -> list[Event]:
     """Return the log of loading `model`, whose weights are loaded with `wide_item` bytes each.
 
     A model that is quantised on the fly is loaded straight onto the card: transformers asks for one
@@ -19,9 +20,9 @@ def loading_events(model: torch.nn.Module, *, wide_item: int, key: int) -> list[
     `prepare_model_for_kbit_training` widens lies there twice for a moment.
     Other models are moved there module by module.
 
-    Keys of the events are counted up from `key`.
+    `keys` gives a key that is not used yet.
     """
-    loading = _Loading(key=key, wide_item=wide_item)
+    loading = _Loading(keys=keys, wide_item=wide_item)
     modules = list(model.named_modules())
     if any(is_packed(module) for _, module in modules):
         modules.sort(key=lambda pair: _natural(pair[0]))
@@ -51,16 +52,16 @@ def _final_bytes(model: torch.nn.Module, wide_item: int) -> int:
 class _Loading:
     """The log as it grows."""
 
-    key: int
+    keys: Iterator[int]
     wide_item: int
     events: list[Event] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
     _to_widen: list[tuple[int, int]] = field(default_factory=list)
 
     def allocate(self, num_bytes: int) -> int:
-        self.events.append(Event(self.key, num_bytes))
-        self.key += 1
-        return self.key - 1
+        key = next(self.keys)
+        self.events.append(Event(key, num_bytes))
+        return key
 
     def free(self, key: int) -> None:
         self.events.append(Event(key))

@@ -7,7 +7,9 @@ and at one shape: they answer for one configuration, allocator included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +73,8 @@ class TrainerStep:
     """Whether the caller holds the logits while backward runs."""
     compute_capability: str | None = None
     """The card's, for the choice of kernels; None for 8.0."""
+    cublas_workspace_bytes: int = 8_519_680
+    """Of each cuBLAS handle and stream: 8.125 MiB, 32 MiB on Hopper (CUDABlas.cpp)."""
 
     def __post_init__(self) -> None:
         if self.trainer not in _RUNNERS:
@@ -109,8 +113,12 @@ def record_step(config: Any, step: TrainerStep) -> StepLog:
         cuda_kernels(step.compute_capability),
         recorder.record(fake.tensors),
     ):
-        recorder.mark("passes", "forward and backward")
-        _RUNNERS[step.trainer](fake.model, step)
+        recorder.mark("forward", "step")
+        loss, kept = _RUNNERS[step.trainer](fake.model, step)
+        recorder.mark("backward", "step")
+        with trl_kernels() if step.trainer == "trl" else nullcontext():
+            loss.backward()
+        del loss, kept
         recorder.mark("optimizer", "step")
         _optimizer_temporaries(fake, step)
         for parameter in fake.trainable:
@@ -177,20 +185,17 @@ def _add_fused_head(model: Any) -> None:
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
 
 
-def _run_sft(model: Any, step: TrainerStep) -> None:
+def _run_sft(model: Any, step: TrainerStep) -> tuple[torch.Tensor, Any]:
     input_ids = torch.zeros(step.rows, step.tokens, dtype=torch.int64)
     with cuda_autocast(_autocast_dtype(step)):
         out = model(input_ids=input_ids, labels=input_ids)
-    loss = out.loss
     if step.autocast_dtype is not None:
         # accelerate's convert_outputs_to_fp32, while the caller still has the output.
         out.logits = out.logits.float()
-    if not step.keeps_output:
-        del out
-    loss.backward()
+    return out.loss, out if step.keeps_output else None
 
 
-def _run_trl_full_logits(model: Any, step: TrainerStep) -> None:
+def _run_trl_full_logits(model: Any, step: TrainerStep) -> tuple[torch.Tensor, Any]:
     """Run TRL before 1.15: all logits of the completion, fp32 by accelerate, divided, reduced."""
     input_ids = torch.zeros(step.rows, step.tokens, dtype=torch.int64)
     targets = input_ids[:, -step.completion :]
@@ -203,10 +208,7 @@ def _run_trl_full_logits(model: Any, step: TrainerStep) -> None:
         logprobs = _selected_logprobs(logits, targets)
         with torch.no_grad():
             _entropies(logits)
-        loss = _grpo_loss(logprobs)
-    # As the trainer's method, whose local it is, has returned.
-    del logits
-    loss.backward()
+        return _grpo_loss(logprobs), None
 
 
 def _selected_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -230,17 +232,14 @@ def _entropies(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _run_trl(model: Any, step: TrainerStep) -> None:
+def _run_trl(model: Any, step: TrainerStep) -> tuple[torch.Tensor, Any]:
     """Run TRL from 1.15 on: its own fused head, which never holds all logits."""
     input_ids = torch.zeros(step.rows, step.tokens, dtype=torch.int64)
     labels = input_ids.clone()
     labels[:, : -step.completion] = -100
-    with trl_kernels():
-        with cuda_autocast(_autocast_dtype(step)):
-            out = model(input_ids=input_ids, labels=labels, fused_lm_head=True)
-            loss = _grpo_loss(out.log_probs[:, -step.completion :])
-        del out
-        loss.backward()
+    with trl_kernels(), cuda_autocast(_autocast_dtype(step)):
+        out = model(input_ids=input_ids, labels=labels, fused_lm_head=True)
+        return _grpo_loss(out.log_probs[:, -step.completion :]), None
 
 
 def _grpo_loss(logprobs: torch.Tensor) -> torch.Tensor:
@@ -249,7 +248,7 @@ def _grpo_loss(logprobs: torch.Tensor) -> torch.Tensor:
     return -torch.min(ratio, clipped).sum()
 
 
-_RUNNERS: dict[str, Callable[[Any, TrainerStep], None]] = {
+_RUNNERS: dict[str, Callable[[Any, TrainerStep], tuple[torch.Tensor, Any]]] = {
     "sft": _run_sft,
     "trl": _run_trl,
     "trl-full-logits": _run_trl_full_logits,
@@ -273,23 +272,41 @@ def _optimizer_temporaries(fake: FakeModel, step: TrainerStep) -> None:
 
 def _log(fake: FakeModel, step: TrainerStep, recorder: Recorder) -> StepLog:
     births = recorder.recording.births
-    parts: dict[str, list[Event]] = {"passes": [], "optimizer": []}
+    parts: dict[str, list[Event]] = {"forward": [], "backward": [], "optimizer": []}
+    products: dict[str, int] = {}
     for segment in recorder.recording.segments:
-        part = parts["passes" if segment.stage == "passes" else "optimizer"]
+        name = segment.stage if segment.stage in parts else "optimizer"
         for birth, sign in segment.events:
             if sign:
-                part.append(Event(birth, births[birth].num_bytes if sign > 0 else 0))
-    row = optimizer_row(step.optimizer)
-    key = len(births)
-    states = []
-    for parameter in fake.trainable:
-        for num_bytes in row.state_tensor_bytes(parameter.numel(), parameter.element_size()):
-            states.append(Event(key, num_bytes))
-            key += 1
-    loading = loading_events(fake.model, wide_item=_DTYPES[step.weights_dtype].itemsize, key=key)
+                parts[name].append(Event(birth, births[birth].num_bytes if sign > 0 else 0))
+            if sign > 0 and births[birth].operation in _PRODUCTS:
+                products.setdefault(name, len(parts[name]) - 1)
+    keys = itertools.count(len(births))
+    # Each thread makes its cuBLAS handle at its first product: the main one, and autograd's.
+    first = []
+    for name in ("forward", "backward"):
+        workspace = Event(next(keys), step.cublas_workspace_bytes)
+        place = products.get(name, 0)
+        first += [*parts[name][:place], workspace, *parts[name][place:]]
+    first += [*_state_events(fake, step, keys), *parts["optimizer"]]
     return StepLog(
-        loading=tuple(loading),
-        first=(*parts["passes"], *states, *parts["optimizer"]),
-        later=(*parts["passes"], *parts["optimizer"]),
+        loading=tuple(
+            loading_events(fake.model, wide_item=_DTYPES[step.weights_dtype].itemsize, keys=keys)
+        ),
+        first=tuple(first),
+        later=(*parts["forward"], *parts["backward"], *parts["optimizer"]),
         tensors=tuple((birth.operation, birth.num_bytes) for birth in births),
     )
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
+"""Operations that cuBLAS runs."""
+
+
+def _state_events(fake: FakeModel, step: TrainerStep, keys: Iterator[int]) -> list[Event]:
+    row = optimizer_row(step.optimizer)
+    return [
+        Event(next(keys), num_bytes)
+        for parameter in fake.trainable
+        for num_bytes in row.state_tensor_bytes(parameter.numel(), parameter.element_size())
+    ]
