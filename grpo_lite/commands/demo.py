@@ -20,11 +20,23 @@ from grpo_lite.demo import prepare_demo_model
 from grpo_lite.errors import UsageError
 from grpo_lite.fit import FitRequest, fit
 from grpo_lite.plan import Workload
-from grpo_lite.recipe import Recipe, RewardSettings, TaskSettings, TrainingSettings, write_recipe
+from grpo_lite.recipe import (
+    OffloadSettings,
+    Recipe,
+    RewardSettings,
+    TaskSettings,
+    TrainingSettings,
+    write_recipe,
+)
 from grpo_lite.report.render import render, report_console
-from grpo_lite.units import format_seconds
+from grpo_lite.units import GIB, MIB, format_seconds
 
 CARD = "virtual:3GiB"
+SMALL_CARD = "virtual:1.5GiB"
+ACT_TWO_STEPS = 3
+AMPLE_HOST_BYTES = 4 * GIB
+SCARCE_HOST_BYTES = 1900 * MIB
+"""Too little RAM for gradients and states, so that states go to files."""
 WORKLOAD = Workload(
     method="full",
     prompts_per_step=8,
@@ -56,6 +68,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="FOLDER")
     parser.add_argument("--card", default=CARD, metavar="NAME", help=f"default: {CARD}")
     parser.add_argument("--steps", type=positive, default=25, metavar="N")
+    parser.add_argument(
+        "--skip-offload", action="store_true", help="leave out the second act (RAM and disk tiers)"
+    )
     add_verbosity(parser)
     parser.set_defaults(run=run)
 
@@ -88,7 +103,50 @@ def run(options: argparse.Namespace) -> int:
     out.print()
     show_outcome(outcome, out)
     _summarise(outcome, recipe, time.monotonic() - started_s, out)
+    if not options.skip_offload:
+        second_act(recipe, options.output, cache_dir, out)
     return 0
+
+
+def second_act(recipe: Recipe, folder: Path, cache_dir: Path, out: Console) -> None:
+    """Run the same full fine-tuning in half the memory: blocks in RAM, then in files."""
+    out.print(
+        f"\nSecond act: {ACT_TWO_STEPS} updates of the same training inside {SMALL_CARD}, with "
+        "gradients and optimizer state off the card"
+    )
+    weights = []
+    for offload, host_bytes in (("host", AMPLE_HOST_BYTES), ("disk", SCARCE_HOST_BYTES)):
+        blocks = folder.with_name(f"{folder.name}-blocks")
+        blocks.mkdir(parents=True, exist_ok=True)
+        on_disk = offload == "disk"
+        request = FitRequest(
+            model=recipe.model,
+            card=SMALL_CARD,
+            workload=WORKLOAD,
+            method="full",
+            host_bytes=host_bytes,
+            disk_bytes=shutil.disk_usage(blocks).free if on_disk else None,
+        )
+        document = fit(request, cache_dir=cache_dir).document
+        small = replace(
+            recipe,
+            card=SMALL_CARD,
+            workload=document.chosen.workload,
+            plan=document.chosen.plan,
+            offload=OffloadSettings(
+                host_budget=f"{host_bytes}", disk_dir=str(blocks) if on_disk else ""
+            ),
+            training=replace(recipe.training, steps=ACT_TWO_STEPS, eval_samples=0),
+        )
+        place = folder.with_name(f"{folder.name}-{offload}")
+        _make_room(place)
+        out.print(f"\n{offload} tier: {document.assumptions[2]}")
+        outcome = train_recipe(small, place)
+        shutil.rmtree(blocks)
+        show_outcome(outcome, out)
+        weights.append((outcome.folder.final / "model.safetensors").read_bytes())
+    equal = "the same, to the bit" if weights[0] == weights[1] else "DIFFERENT"
+    out.print(f"\nweights after {ACT_TWO_STEPS} updates, RAM tier against disk tier: {equal}")
 
 
 def _make_room(path: Path) -> None:
