@@ -16,6 +16,7 @@ from grpo_lite.trace.cuda_rules import (
 )
 from grpo_lite.trace.quantised import quantise
 from grpo_lite.trace.trainers import TrainerStep, record_step
+from grpo_lite.units import MIB
 
 peft_filter = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 
@@ -99,10 +100,19 @@ def test_trl_before_1_15_holds_all_logits_and_its_fused_head_does_not():
 
 def test_states_appear_in_the_first_step_and_not_again():
     """They are made after the first backward: the first step fits where the second does not."""
-    log = log_of(optimizer="adamw_torch_fused")
+    log = log_of(optimizer="adamw_torch_fused", cublas_workspace_bytes=MIB)
     states = sum(e.num_bytes for e in log.first) - sum(e.num_bytes for e in log.later)
     weights = sum(e.num_bytes for e in log.loading if e.num_bytes)
-    assert states == pytest.approx(2 * weights, rel=0.01)
+    assert states == pytest.approx(2 * weights + 2 * MIB, rel=0.01)
+
+
+def test_the_workspaces_of_both_threads_lie_before_their_first_products():
+    """Taken too early they would fill another hole, and reserved would come out smaller."""
+    log = log_of(cublas_workspace_bytes=12345)
+    places = [place for place, event in enumerate(log.first) if event.num_bytes == 12345]
+    kinds = [log.tensors[log.first[place + 1].key][0] for place in places]
+    assert len(places) == 2
+    assert set(kinds) <= {"mm", "addmm", "bmm"}
 
 
 def test_a_step_frees_all_that_it_makes():
