@@ -9,7 +9,7 @@ Pure; knows no torch and no wording of an error (that is `cards.oom_text`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from grpo_lite.cards.oom_text import FailureKind, OomText
@@ -96,17 +96,25 @@ def explain(oom: OomText, setting: Setting, planned: Planned | None = None) -> E
 
 
 def _matching(oom: OomText, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
-    """Return the suspects of the size asked for, one for each size in words, of its phase."""
+    """Return the suspects of the size asked for, in its phase; those of like factors as one."""
     if oom.tensor_bytes is None:
         return ()
-    found: dict[str, Suspect] = {}
+    found: dict[tuple[int, ...], Suspect] = {}
     for suspect in suspects:
         if not oom.tensor_bytes.holds(suspect.num_bytes):
             continue
         if oom.phase is not None and suspect.phases and oom.phase not in suspect.phases:
             continue
-        found.setdefault(suspect.arithmetic, suspect)
+        alike = found.get(suspect.factors)
+        found[suspect.factors] = suspect if alike is None else _merged(alike, suspect)
     return tuple(found.values())
+
+
+def _merged(one: Suspect, other: Suspect) -> Suspect:
+    """Return two tensors of the same factors as one, which may be either."""
+    what = one.what if other.what in one.what else f"{one.what}, or {other.what}"
+    phases = one.phases | other.phases if one.phases and other.phases else frozenset()
+    return replace(one, what=what, phases=phases)
 
 
 def _certainty(
@@ -117,12 +125,12 @@ def _certainty(
     assert oom.tensor_bytes is not None
     if oom.tensor_bytes.high_bytes > 2 * oom.tensor_bytes.low_bytes:
         return Certainty.CANNOT_TELL  # a shared block of the allocator: any small tensor
-    if len({suspect.num_bytes for suspect in matches}) > 1:
+    if len(matches) > 1:
         return Certainty.SEVERAL
     knows_shapes = planned is not None or (
         setting.rows is not None and setting.completion_tokens is not None
     )
-    return Certainty.NAMED if knows_shapes and len(matches) == 1 else Certainty.LIKELY
+    return Certainty.NAMED if knows_shapes else Certainty.LIKELY
 
 
 def _missing_bytes(oom: OomText) -> int | None:

@@ -7,6 +7,7 @@ Pure; knows no torch and no error.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from grpo_lite.predict.footprint import Footprint, Shape, Term, evaluate
 from grpo_lite.predict.memory import micro_batch_shape, term_arithmetic
 from grpo_lite.search import Question
 
+MAX_NAMES = 3
+"""Weights of one shape that are named."""
+_NUMBER = re.compile(r"\d[\d,]*")
 ITEM_BYTES = {2: "16-bit", 4: "float32"}
 """Element sizes in which training holds tensors of a model's shapes."""
 
@@ -76,25 +80,36 @@ class Suspect:
     grows_with_rows: bool = False
     """Whether fewer rows make it smaller."""
 
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """The factors above 1 of `arithmetic`, in order: what makes two tensors alike."""
+        numbers = (int(number.replace(",", "")) for number in _NUMBER.findall(self.arithmetic))
+        return tuple(sorted(number for number in numbers if number > 1))
+
 
 def all_suspects(setting: Setting, planned: Planned | None) -> Iterator[Suspect]:
     """Yield every tensor whose size follows from what is known of the run."""
     yield from _weights(setting.weights)
-    yield from _activations(setting)
-    if planned is not None:
+    if planned is None:
+        yield from _activations(setting)
+    else:  # the trace knows every tensor, and grpo-lite makes no whole logits
         yield from _traced(planned.question.footprint, planned.workload, planned.plan)
 
 
 def _weights(weights: Iterable[WeightShape]) -> Iterator[Suspect]:
+    """Yield a tensor of each shape and dtype of the weights: each has gradients and copies."""
+    names: dict[tuple[int, ...], list[str]] = {}
     for weight in weights:
-        elements = math.prod(weight.dimensions)
-        shape = " x ".join(f"{dimension:,}" for dimension in weight.dimensions)
+        names.setdefault(tuple(sorted(weight.dimensions, reverse=True)), []).append(weight.name)
+    for dimensions, alike in names.items():
+        more = f" and {len(alike) - MAX_NAMES} more" if len(alike) > MAX_NAMES else ""
+        shape = " x ".join(f"{dimension:,}" for dimension in dimensions)
         for item_bytes, dtype in ITEM_BYTES.items():
             yield Suspect(
-                what=f"the weight {weight.name} in {dtype}, or a gradient, optimizer state or "
-                "temporary copy of its shape",
+                what=f"{', '.join(alike[:MAX_NAMES])}{more} in {dtype}: the weight, or a "
+                "gradient, optimizer state or copy of it",
                 arithmetic=f"{shape} x {item_bytes} bytes",
-                num_bytes=elements * item_bytes,
+                num_bytes=math.prod(dimensions) * item_bytes,
             )
 
 

@@ -2,16 +2,21 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
+from test_speed import NAMES, footprint, profile
 
+from grpo_lite.cards.card import Budget
 from grpo_lite.cards.oom_text import FailureKind, read_oom_text, tensor_range
 from grpo_lite.commands.main import main
 from grpo_lite.errors import UsageError
 from grpo_lite.explain import Certainty, explain
-from grpo_lite.plan import Phase
+from grpo_lite.plan import Category, Phase, Plan, Workload
+from grpo_lite.predict.footprint import Instant, Term
 from grpo_lite.report.explained import explanation_to_json, explanation_to_text
-from grpo_lite.suspects import Setting, WeightShape
+from grpo_lite.search import Question
+from grpo_lite.suspects import Planned, Setting, WeightShape
 from grpo_lite.units import GIB, MIB
 
 TORCH_2 = (
@@ -45,6 +50,41 @@ QWEN_ISH = Setting(
     vocabulary=151936,
     num_heads=14,
 )
+
+
+def planned():
+    """A run of grpo-lite whose head makes one float32 logits tensor for each chunk."""
+    logits = Term(
+        category=Category.LOGITS,
+        operation="_to_copy",
+        dimensions=("chunk", "50000"),
+        item_bytes=4,
+        bytes={(0, 0, 0, 1, 0): 200_000.0},
+    )
+    instant = Instant(where="head", counts={0: 1}, bytes=dict(logits.bytes))
+    names = [*NAMES, *(f"{name}/accumulating" for name in NAMES[2:])]
+    stage = replace(footprint().stages["backward"], instants=(instant,))
+    workload = Workload(
+        method="lora",
+        dtype="float32",
+        prompts_per_step=1,
+        num_generations=4,
+        max_prompt_length=64,
+        max_completion_length=256,
+    )
+    plan = Plan(
+        micro_batch=4,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        logprob_chunk_tokens=1024,
+        rollout_batch=4,
+    )
+    question = Question(
+        footprint=replace(footprint(), terms=(logits,), stages=dict.fromkeys(names, stage)),
+        profile=profile("measured"),
+        budget=Budget(card_bytes=GIB, total_bytes=GIB),
+    )
+    return Planned(question=question, workload=workload, plan=plan)
 
 
 def known(rows, prompt, completion):
@@ -270,6 +310,22 @@ def test_the_command_refuses_an_empty_file_and_a_missing_one(tmp_path, capsys):
     assert main(["explain", str(empty)]) == 2
     assert main(["explain", str(tmp_path / "none.txt")]) == 2
     assert "hint:" in capsys.readouterr().err
+
+
+def test_a_run_of_grpo_lite_is_explained_by_its_own_trace_and_its_own_next_plan():
+    """The danger: blaming whole logits, which this loop never makes."""
+    text = (
+        "share.loss.backward()\ntorch.OutOfMemoryError: VirtualCard out of memory. Tried to "
+        "allocate 195 MiB. Of 1.00 GiB in all, 900 MiB is allocated, 124 MiB is free "
+        f"({1024 * 200_000} bytes asked, {124 * MIB} free)."
+    )
+    explanation = explain(read_oom_text(text), known(4, 64, 256), planned())
+    assert explanation.certainty is Certainty.NAMED
+    assert explanation.matches[0].arithmetic == "1,024 tokens of a chunk x 50000 x 4 bytes"
+    first = explanation.changes[0]
+    assert first.what.startswith("logprob_chunk_tokens 1024 -> ")
+    assert first.covers
+    assert first.frees_bytes >= explanation.missing_bytes
 
 
 def test_json_lists_phases_as_words():
