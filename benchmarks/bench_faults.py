@@ -24,11 +24,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.simplefilter("ignore")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "invariants"))
 
-import torch
-from loop_rig import FaultyCard, flat
-from our_rig import OurLoop
+import torch  # noqa: E402
+from loop_rig import FaultyCard, flat  # noqa: E402
+from our_rig import OurLoop  # noqa: E402
 
-from grpo_lite.errors import BudgetExceeded
+from grpo_lite.errors import BudgetExceeded  # noqa: E402
 
 MOST_DIFFERENCE = 1e-4
 """Norm of the difference of the final weights, as a share of the norm of the update."""

@@ -29,7 +29,7 @@ from grpo_lite.grpo.objective import (
     add_metrics,
     objective,
 )
-from grpo_lite.grpo.policy import autocast
+from grpo_lite.grpo.policy import autocast, set_checkpointing
 from grpo_lite.plan import Phase, Plan, Workload
 from grpo_lite.predict.footprint import Shape
 
@@ -144,6 +144,7 @@ def score_rows(
 
     Scored with the same rows per forward as the training pass: bf16 log-probs depend on it.
     """
+    set_checkpointing(policy.model, enabled=False)
     longest = max(len(ids) for ids in batch.completion_ids)
     out = torch.zeros(batch.num_rows, longest)
     for part in split_rows(batch, rows, plan.micro_batch):
@@ -159,6 +160,7 @@ def accumulate_gradients(
     policy: Policy, data: UpdateData, plan: Plan, watch: Watch
 ) -> tuple[float, Metrics]:
     """Add the gradients of the whole update to the parameters; return its loss and metric sums."""
+    set_checkpointing(policy.model, enabled=plan.gradient_checkpointing)
     total_loss = 0.0
     parts: list[Metrics] = []
     for part in split_rows(data.batch, data.rows, plan.micro_batch):
