@@ -96,7 +96,7 @@ def _key(source: ModelSource, workload: Workload, *, extra: str = "") -> str:
         "versions": {package: metadata.version(package) for package in TRACED_PACKAGES},
         "method": workload.method,
         "dtype": workload.dtype,
-        "lora_rank": workload.lora_rank if workload.method == "lora" else None,
+        "lora_rank": None if workload.method == "full" else workload.lora_rank,
         "loss_type": workload.loss_type,
         "old": workload.num_iterations > 1,
         "reference": workload.beta > 0,

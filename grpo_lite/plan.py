@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_lite.errors import UsageError
 
-METHODS = ("full", "lora")
+METHODS = ("full", "lora", "qlora")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 DTYPES = ("bfloat16", "float32")
 OFFLOADS = ("none", "host", "disk")
@@ -46,7 +46,7 @@ class Workload:
     """The experiment: everything that the trained weights depend on."""
 
     method: str = "full"
-    """"full" (fp32 master weights) or "lora"."""
+    """"full" (fp32 master weights), "lora", or "qlora" (adapters on a 4-bit base)."""
     dtype: str = "bfloat16"
     """Compute dtype: "bfloat16" (autocast over fp32 weights, or a bf16 base) or "float32"."""
     prompts_per_step: int = 8

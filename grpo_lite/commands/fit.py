@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
 def _add_experiment(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the experiment (never changed silently)")
     default = Workload()
-    group.add_argument("--method", choices=("full", "lora", "auto"), default="auto")
+    group.add_argument("--method", choices=("full", "lora", "qlora", "auto"), default="auto")
     group.add_argument("--lora-rank", type=positive, default=default.lora_rank, metavar="N")
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     group.add_argument(
@@ -149,7 +149,7 @@ def request_of(options: argparse.Namespace) -> FitRequest:
     method = options.method
     if method == "auto" and workload.beta > 0:
         method = "lora"  # only adapters have a reference model for free
-    require_runnable(replace(workload, method="lora" if method == "lora" else "full"))
+    require_runnable(replace(workload, method="full" if method == "auto" else method))
     return FitRequest(
         model=options.model,
         card=options.card,

@@ -30,9 +30,26 @@ def autocast(workload: Workload, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=workload.dtype == "bfloat16")
 
 
+def four_bit(workload: Workload) -> Any:
+    """Return the transformers config that loads the base as `workload` has it; None if unpacked.
+
+    NF4 with double quantisation; embeddings, norms and head stay in the compute dtype.
+    """
+    if workload.method != "qlora":
+        return None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=_DTYPES[workload.dtype],
+    )
+
+
 def add_adapters(model: Any, workload: Workload) -> Any:
     """Return `model` with LoRA adapters on all linear layers but the head, or as it is."""
-    if workload.method != "lora":
+    if workload.method == "full":
         return model
     from peft import LoraConfig, get_peft_model
 
@@ -83,6 +100,8 @@ def load_model(folder: Path, config: Any, workload: Workload, device: torch.devi
         folder,
         config=config,
         dtype=weights_dtype(workload),
+        quantization_config=four_bit(workload),
+        device_map={"": device} if workload.method == "qlora" else None,
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,

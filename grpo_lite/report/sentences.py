@@ -6,6 +6,7 @@ import textwrap
 
 from grpo_lite.plan import Phase
 from grpo_lite.report.document import Document
+from grpo_lite.report.words import method_in_words
 from grpo_lite.search import Verdict
 from grpo_lite.units import format_bytes, format_seconds
 
@@ -13,7 +14,7 @@ from grpo_lite.units import format_bytes, format_seconds
 def answer_sentence(document: Document) -> str:
     """Return the answer as one sentence."""
     workload, memory = document.chosen.workload, document.chosen.memory
-    method = f"LoRA rank {workload.lora_rank}" if workload.method == "lora" else "full fine-tuning"
+    method = method_in_words(workload)
     peak, budget_bytes = memory.allocated_peak_bytes, document.budget.card_bytes
     start = f"{document.model} by GRPO, {method}, on {document.card}"
     if document.verdict is Verdict.DOES_NOT_FIT:

@@ -18,7 +18,7 @@ from rich.text import Text
 from grpo_lite.plan import Category
 from grpo_lite.predict.memory import PhaseEstimate
 from grpo_lite.report.document import Alternative, Document
-from grpo_lite.report.words import CATEGORY_WORDS, largest_at_peak
+from grpo_lite.report.words import CATEGORY_WORDS, largest_at_peak, method_in_words
 from grpo_lite.search import Verdict
 from grpo_lite.units import format_bytes, format_seconds
 
@@ -89,7 +89,7 @@ def next_step(document: Document) -> Text:
 
 def _verdict(document: Document) -> RenderableType:
     workload, memory = document.chosen.workload, document.chosen.memory
-    method = f"LoRA rank {workload.lora_rank}" if workload.method == "lora" else "full fine-tuning"
+    method = method_in_words(workload)
     peak = format_bytes(memory.allocated_peak_bytes)
     budget_bytes = document.budget.card_bytes
     budget = format_bytes(budget_bytes)

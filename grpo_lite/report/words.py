@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_lite.plan import Category
+from grpo_lite.plan import Category, Workload
 from grpo_lite.report.document import Document
 
 CATEGORY_WORDS = {
@@ -60,3 +60,11 @@ def largest_at_peak(document: Document) -> list[LargeTensor]:
                 )
             )
     return sorted(tensors, key=lambda tensor: -tensor.num_bytes)
+
+
+def method_in_words(workload: Workload) -> str:
+    """Return "full fine-tuning", "LoRA rank 16" or "QLoRA rank 16"."""
+    names = {"lora": "LoRA", "qlora": "QLoRA"}
+    if workload.method == "full":
+        return "full fine-tuning"
+    return f"{names[workload.method]} rank {workload.lora_rank}"

@@ -19,6 +19,7 @@ from grpo_lite.errors import UsageError
 from grpo_lite.grpo.policy import add_adapters, prepare_policy, weights_dtype
 from grpo_lite.plan import Workload
 from grpo_lite.predict.footprint import Weights
+from grpo_lite.trace.quantised import quantise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,10 @@ def build_meta(config: Any, workload: Workload) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(workload))
+        dtype = weights_dtype(workload)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if workload.method == "qlora":
+            quantise(model, compute_dtype=dtype, double_quantised=True)
         model = add_adapters(model, workload)
     prepare_policy(model, workload)
     return model
@@ -132,7 +136,8 @@ def measure_weights(model: torch.nn.Module) -> Weights:
     tensors = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parameters}
     tensors |= {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in model.buffers()}
     return Weights(
-        num_parameters=sum(parameter.numel() for parameter in parameters),
+        # A packed byte is two parameters.
+        num_parameters=sum(p.numel() * (1 + (p.dtype == torch.uint8)) for p in parameters),
         num_trainable=sum(parameter.numel() for parameter in trained),
         num_trainable_tensors=len(trained),
         parameter_bytes=sum(tensors.values()),
