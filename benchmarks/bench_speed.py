@@ -5,7 +5,12 @@ backward, step) at their length caps; predictions use a profile that is measured
 For one question every plan that the search would try on one micro-batch ladder is run as well, to
 see how far the picked one is from the fastest.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_speed.py [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/bench_speed.py [--quick] [--cards measured.json]
+
+`--cards` holds predictions from datasheet profiles against other people's step times: a JSON list
+with `model_shape_id`, `method`, `seq_len`, `batch`, `grad_ckpt`, `grad_accum`, `card_id`, `step_s`.
+Only full and LoRA fine-tuning at an exact length can be asked of this trace; `--only-cards` leaves
+this machine out.
 """
 
 from __future__ import annotations
@@ -26,13 +31,14 @@ import torch
 
 from grpo_lite.cards.card import Budget
 from grpo_lite.cards.measure import Pace, measure_cpu
-from grpo_lite.cards.profile import CardProfile
+from grpo_lite.cards.profile import CardProfile, load_profile
+from grpo_lite.errors import UsageError
 from grpo_lite.grpo.batch import MicroBatch, RolloutBatch
 from grpo_lite.grpo.objective import Normalizers
 from grpo_lite.grpo.policy import add_adapters, prepare_policy, set_checkpointing, weights_dtype
 from grpo_lite.grpo.rollout import Sampling, generate_slice
 from grpo_lite.grpo.update import UpdateData, begin_gradients, make_policy, micro_batch_loss
-from grpo_lite.models import check_config
+from grpo_lite.models import check_config, resolve_model
 from grpo_lite.offload.resident import ResidentEngine
 from grpo_lite.optimizers import optimizer_row
 from grpo_lite.plan import Phase, Plan, Workload
@@ -221,6 +227,63 @@ def ladder(case: Case) -> Iterator[Case]:
             yield replace(case, micro_batch=micro_batch, checkpointing=checkpointing)
 
 
+def cards_errors(file: Path) -> list[float]:
+    """Return predicted over measured, minus 1, of every case in `file` that can be asked."""
+    errors = []
+    footprints: dict[tuple[str, str], Footprint] = {}
+    for case in json.loads(file.read_text(encoding="utf-8")):
+        if not askable(case):
+            continue
+        method = case["method"].partition(";")[0]
+        workload = Workload(
+            method=method,
+            lora_rank=case.get("lora", {}).get("r", 16),
+            prompts_per_step=case["batch"],
+            num_generations=2,
+            max_prompt_length=1,
+            max_completion_length=case["seq_len"] - 1,
+        )
+        source = resolve_model(case["model_shape_id"])
+        key = (source.name, f"{method} {workload.lora_rank}")
+        if key not in footprints:
+            footprints[key] = trace_footprint(source.name, build_config(source.config), workload)
+        plan = Plan(
+            micro_batch=case["batch"],
+            gradient_accumulation_steps=2,  # unused: seconds of one micro-batch are taken
+            gradient_checkpointing=bool(case["grad_ckpt"]),
+            logprob_chunk_tokens=case["batch"] * (case["seq_len"] - 1),
+            rollout_batch=1,
+        )
+        profile = load_profile(case["card_id"])
+        if "fp16" in case["dtype"]:  # the trace's 16-bit work, at the card's rate for it
+            rates = {**profile.flops_per_s, "bfloat16": profile.flops_per_s["float16"]}
+            profile = replace(profile, flops_per_s=rates)
+        speed = estimate_speed(footprints[key], workload, plan, profile)
+        by_phase = {part.phase: part.seconds for part in speed.phases}
+        halves_s = (by_phase[Phase.FORWARD] + by_phase[Phase.BACKWARD]) / 2
+        predicted_s = halves_s * (case.get("grad_accum") or 1) + by_phase[Phase.STEP]
+        errors.append(predicted_s / case["step_s"] - 1)
+        print(
+            f"{case['id']} on {case['card_id']}: {predicted_s:.2f} s predicted, "
+            f"{case['step_s']:.2f} s measured ({errors[-1]:+.0%})"
+        )
+    return errors
+
+
+def askable(case: dict[str, Any]) -> bool:
+    """Return whether the trace knows this case: full or LoRA, exact length, known model, card."""
+    if not case.get("step_s") or case["seq_len_is"] != "exact":
+        return False
+    if case["method"].partition(";")[0] not in ("full", "lora") or "emb" in case["id"]:
+        return False
+    try:
+        resolve_model(case["model_shape_id"])
+        load_profile(case["card_id"])
+    except UsageError:
+        return False
+    return True
+
+
 class Predictor:
     """Predictions with footprints traced once for each model and method."""
 
@@ -245,28 +308,35 @@ def main() -> None:
     """Measure, predict, compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--cards", type=Path, metavar="FILE", help="step times of real cards")
+    parser.add_argument("--only-cards", action="store_true", help="nothing of this machine")
     options = parser.parse_args()
-    repeats = 2 if options.quick else 5
-    pace = Pace(
-        figure_s=0.5 if options.quick else 2.0, clock=time.perf_counter, tell=lambda what: None
-    )
+    result: dict[str, float | None] = {"cards_median_error": None}
+    if options.cards is not None:
+        errors = [abs(error) for error in cards_errors(options.cards)]
+        result["cards_median_error"] = round(statistics.median(errors), 3)
+        result["cards"] = len(errors)
+    if not options.only_cards:
+        result.update(this_machine(quick=options.quick))
+    print(json.dumps(result))
+
+
+def this_machine(*, quick: bool) -> dict[str, float | None]:
+    """Return the figures of this machine's own profile."""
+    repeats = 2 if quick else 5
+    pace = Pace(figure_s=0.5 if quick else 2.0, clock=time.perf_counter, tell=lambda what: None)
     with tempfile.TemporaryDirectory() as folder:
         profile = measure_cpu(Path(folder), pace)
     predictor = Predictor(profile)
     predicted, measured = compare(cases(), predictor, repeats)
     errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
     picked_over_best = pick(predictor, repeats)
-    print(
-        json.dumps(
-            {
-                "median_error": round(statistics.median(errors), 3),
-                "worst_error": round(max(errors), 3),
-                "spearman": round(spearman(predicted, measured), 3),
-                "picked_over_best": round(picked_over_best, 3),
-                "cards_median_error": None,
-            }
-        )
-    )
+    return {
+        "median_error": round(statistics.median(errors), 3),
+        "worst_error": round(max(errors), 3),
+        "spearman": round(spearman(predicted, measured), 3),
+        "picked_over_best": round(picked_over_best, 3),
+    }
 
 
 def compare(

@@ -26,7 +26,7 @@ Monomial = tuple[int, ...]
 Polynomial = Mapping[Monomial, float]
 """Coefficient by monomial."""
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the cached form."""
 
 

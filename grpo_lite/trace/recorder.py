@@ -130,7 +130,9 @@ class Recorder:
 
     def count_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add the floating point operations and each tensor's moved bytes of one operation."""
-        if not self._counts_work or func.is_view or not self.recording.segments:
+        if not self._counts_work or not self.recording.segments:
+            return
+        if func.is_view or func.namespace == "prim" or _name(func) in _NO_KERNELS:
             return
         flops = _flops(func, args, kwargs, out)
         moved_bytes = tuple(
@@ -188,9 +190,28 @@ def running_peaks(recording: Recording, gradients: Gradients = Gradients.KEPT) -
     return peaks
 
 
+_NO_KERNELS = frozenset(
+    {
+        "_unsafe_view",
+        "detach",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "promote_types",
+    }
+)
+"""Operations that only make or ask for a tensor; like those of "prim" they move no byte."""
+
+
+def _name(func: Any) -> str:
+    return str(func._overloadpacket.__name__)
+
+
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the floating point operations of one matrix product or attention, else 0."""
-    name = func._overloadpacket.__name__
+    name = _name(func)
     if name in _CPU_ATTENTION_PRODUCTS:
         # query and key are [rows, heads, tokens, head size]; each product is 2 operations a pair.
         query, key = args[0].shape, args[1].shape
