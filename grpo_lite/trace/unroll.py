@@ -367,7 +367,7 @@ def _peaks(steps: Sequence[_Step], table: TermTable) -> dict[str, list[Instant]]
 
 
 def _positive(alive: Counter[int]) -> dict[int, int]:
-    return {term: count for term, count in alive.items() if count}
+    return {term: count for term, count in sorted(alive.items()) if count}
 
 
 def _undominated(moments: Iterable[Instant]) -> list[Instant]:
