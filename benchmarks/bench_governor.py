@@ -121,7 +121,7 @@ def soak_loop(updates: int) -> tuple[int, float, float]:
         # Ample: more than all rows of the longest batch take.
         ample = needed + 4 * num_rows * 48 * 4 * width * 4
         if number % REDRAW_UPDATES == 0:
-            card.budget_bytes = chance.randint(needed + 48 * 40 * width, ample)
+            card.budget_bytes = chance.randint(needed + 48 * 20 * width * 4, ample)
         governor.records.clear()
         try:
             governor.accumulate(batch, loss_fn, optimizer)

@@ -18,7 +18,7 @@ import torch
 
 from grpo_lite.cards.card import Card
 from grpo_lite.cards.probe import open_card
-from grpo_lite.errors import UsageError
+from grpo_lite.errors import BudgetExceeded, UsageError
 from grpo_lite.loop_batches import LossGuard, count_rows, join, row_size, take_rows
 from grpo_lite.parts import Job, PartRunner, missing_gradient_bytes
 from grpo_lite.plan import Phase
@@ -77,7 +77,8 @@ class Governor(PartRunner):
 
         Raises:
             UsageError: the batch, the loss or the optimizer cannot be meant.
-            BudgetExceeded: one row alone does not fit.
+            BudgetExceeded: one row alone does not fit, and nothing is changed; or the optimizer's
+                step does not, and `step_optimizer` goes on with it once there is memory.
         """
         require_resumable(optimizer)
         if reduction not in REDUCTIONS:
@@ -94,7 +95,8 @@ class Governor(PartRunner):
         def run(part: range) -> None:
             piece = batch if len(part) == num_rows else take_rows(batch, part)
             loss = self._guard.call(loss_fn, piece, parameters)
-            share = loss * (len(part) / num_rows) if reduction == "mean" else loss
+            is_whole = len(part) == num_rows or reduction == "sum"
+            share = loss if is_whole else loss * (len(part) / num_rows)
             share.backward()
             total[0] += float(share.detach())
 
@@ -115,10 +117,10 @@ class Governor(PartRunner):
                 self.run(job)
                 if max_grad_norm is not None:
                     self.again(lambda: torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
-                self.step_optimizer(optimizer)
-            except UsageError:
+            except (UsageError, BudgetExceeded):
                 undo()
                 raise
+            self.step_optimizer(optimizer)
             optimizer.zero_grad(set_to_none=True)
             self.updated()
         return total[0]
