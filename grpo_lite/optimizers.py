@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from grpo_lite.errors import unknown_name
 
+BLOCK_BYTES = 2**27
+"""Gradient bytes that are stepped at once; a larger tensor is stepped alone."""
 MIN_8BIT_ELEMENTS = 4096
 """bitsandbytes' min_8bit_size: smaller tensors keep fp32 states."""
 MIN_PAGED_ELEMENTS = 100_000
 """bitsandbytes pages the states of tensors from this size on (optim.optimizer.get_state_buffer)."""
-BLOCK_SIZE = 256
+STATE_BLOCK_SIZE = 256
 """bitsandbytes' blocksize of 8-bit optimizer states."""
 
 
@@ -68,15 +70,15 @@ ROWS = {
         ),
         OptimizerRow(
             name="adamw_bnb_8bit",
-            state_bytes_per_parameter=2 + 8 / BLOCK_SIZE,
+            state_bytes_per_parameter=2 + 8 / STATE_BLOCK_SIZE,
             constructor="bitsandbytes.optim:AdamW8bit",
-            block_size=BLOCK_SIZE,
+            block_size=STATE_BLOCK_SIZE,
         ),
         OptimizerRow(
             name="paged_adamw_8bit",
             state_bytes_per_parameter=0,
             constructor="bitsandbytes.optim:PagedAdamW8bit",
-            block_size=BLOCK_SIZE,
+            block_size=STATE_BLOCK_SIZE,
             is_paged=True,
         ),
     )

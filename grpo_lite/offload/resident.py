@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 
-from grpo_lite.optimizers import OptimizerRow
-
-BLOCK_BYTES = 2**27
-"""Gradient bytes of one block."""
+from grpo_lite.optimizers import BLOCK_BYTES, OptimizerRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ Pure; knows no torch and no card beyond its budget.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from grpo_lite.optimizers import optimizer_row
+from grpo_lite.optimizers import BLOCK_BYTES, optimizer_row
 from grpo_lite.plan import Category, Phase, Plan, Workload
 from grpo_lite.predict.footprint import (
     Footprint,
@@ -191,8 +191,24 @@ def estimate_micro_batch(
 
 
 def estimate_step(standing: Standing) -> PhaseEstimate:
-    """Return the bytes of the optimizer's step: all static bytes, and nothing beside them."""
-    return _static_phase(Phase.STEP, standing, where="gradients and states")
+    """Return the bytes of the optimizer's step: all static bytes, and what its kernels copy.
+
+    Torch's foreach kernels copy the second moments of a block.
+    """
+    step = _static_phase(Phase.STEP, standing, where="gradients and states")
+    if standing.offload != "none" or not _makes_temporaries(standing):
+        return step
+    weights = standing.footprint.weights
+    num_bytes = max(weights.largest_gradient_bytes, min(BLOCK_BYTES, weights.gradient_bytes))
+    return replace(
+        step,
+        allocated_bytes=step.allocated_bytes + num_bytes,
+        by_category={**step.by_category, Category.TEMPORARY: num_bytes},
+    )
+
+
+def _makes_temporaries(standing: Standing) -> bool:
+    return optimizer_row(standing.workload.optimizer).makes_temporaries
 
 
 def _worst(
