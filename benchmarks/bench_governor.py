@@ -58,7 +58,7 @@ def rows_of(number: int, width: int, num_rows: int, tokens: int) -> dict[str, to
 
 def overhead(pairs: int) -> tuple[float, int]:
     """Return the median share of step time that governing adds, and the bytes of extra peak."""
-    width, num_rows, tokens = 256, 32, 32
+    width, num_rows, tokens = 256, 64, 64
     plain_net, plain_optimizer, plain_loss = make(width)
     governed_net, governed_optimizer, governed_loss = make(width)
     card, plain_card = VirtualCard(8 * GIB), VirtualCard(8 * GIB)

@@ -62,7 +62,9 @@ def reward(completions, **columns):
 
 def make_trainer(folder, kind=GRPOTrainer, *, lora=False, card=None, rewards=reward, **options):
     """Return a trainer of two groups of four, always the same."""
-    prompts = [" ".join(f"w{(7 * row + i) % VOCABULARY}" for i in range(3 + row % 3)) for row in range(16)]
+    prompts = [
+        " ".join(f"w{(7 * row + i) % VOCABULARY}" for i in range(3 + row % 3)) for row in range(16)
+    ]
     settings = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
