@@ -35,8 +35,16 @@ def test_no_file_and_no_function_grows_a_tail(path: Path) -> None:
         assert length <= MAX_FUNCTION_LINES, f"{function.name} has {length} lines"
 
 
-@pytest.mark.parametrize("module", ["grpo_lite", "grpo_lite.search", "grpo_lite.report.render",
-                                    "grpo_lite.predict.memory", "grpo_lite.commands.main"])  # fmt: skip
+@pytest.mark.parametrize(
+    "module",
+    [
+        "grpo_lite",
+        "grpo_lite.search",
+        "grpo_lite.report.render",
+        "grpo_lite.predict.memory",
+        "grpo_lite.commands.main",
+    ],
+)
 def test_what_decides_and_shows_imports_no_torch(module: str) -> None:
     """A warm answer takes a second; importing torch alone takes longer."""
     code = f"import sys, {module}; assert 'torch' not in sys.modules, 'torch'"

@@ -25,15 +25,14 @@ from grpo_lite.offload.intake import (
     disk_budget,
     host_budget,
     named_parameters,
+    offload_budget,
     parameter_shapes,
     require_numbers,
     trained_parameters,
 )
-from grpo_lite.offload.link import IN_FLIGHT_BYTES, LINK_BYTES
 from grpo_lite.offload.options import EngineOptions
 from grpo_lite.offload.placement import (
     STATE_BUFFERS,
-    OffloadBudget,
     TierBytes,
     extra_buffers,
     place,
@@ -62,6 +61,30 @@ class OffloadedAdamW(torch.optim.Optimizer):
     - Masters are made of the weights at the first backward; after changing weights by hand later,
       call `refresh_masters`.
     - `step` that raised is not lost: call it again, and it goes on behind the last finished block.
+
+    Args:
+        params: parameters, named parameters, or groups of them, as torch takes them; blocks
+            are cut in this order, which the model's own suits best.
+        lr: learning rate.
+        betas: decays of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        max_grad_norm: global L2 norm to clip to.
+        card_bytes: for gradients and state on the card; None: as little as possible, the
+            largest gradient of one parameter (on CUDA one more, in flight).
+        host_bytes: RAM for blocks and buffers; None: what is available, less 2 GiB.
+        disk_dir: folder on a local disk that opens the disk tier.
+        disk_bytes: of that disk; None: what is free.
+        block_bytes: gradient bytes of a block.
+        max_disk_write_bytes: endurance budget of this run.
+        resume: keep every state on disk so that a run that dies can be resumed, and go on from
+            the last whole step in `disk_dir` if there is one.
+        card: counts card memory and gives host memory; None: plain torch.
+        file_io: system calls of the disk tier; tests hand in failing ones.
+
+    Raises:
+        UsageError: a number, a folder or a parameter that cannot be meant.
+        StoreError: files could not be reserved.
     """
 
     def __init__(  # noqa: PLR0913 # torch's own signature and the budgets
@@ -83,52 +106,24 @@ class OffloadedAdamW(torch.optim.Optimizer):
         card: Card | None = None,
         file_io: FileIO | None = None,
     ) -> None:
-        """Lay out the blocks, place them, and reserve what they need.
-
-        Args:
-            params: parameters, named parameters, or groups of them, as torch takes them; blocks
-                are cut in this order, which the model's own suits best.
-            lr: learning rate.
-            betas: decays of the two moments.
-            eps: added to the root of the second moment.
-            weight_decay: decoupled weight decay.
-            max_grad_norm: global L2 norm to clip to.
-            card_bytes: for gradients and state on the card; None: as little as possible, the
-                largest gradient of one parameter (on CUDA one more, in flight).
-            host_bytes: RAM for blocks and buffers; None: what is available, less 2 GiB.
-            disk_dir: folder on a local disk that opens the disk tier.
-            disk_bytes: of that disk; None: what is free.
-            block_bytes: gradient bytes of a block.
-            max_disk_write_bytes: endurance budget of this run.
-            resume: keep every state on disk so that a run that dies can be resumed, and go on from
-                the last whole step in `disk_dir` if there is one.
-            card: counts card memory and gives host memory; None: plain torch.
-            file_io: system calls of the disk tier; tests hand in failing ones.
-
-        Raises:
-            UsageError: a number, a folder or a parameter that cannot be meant.
-            StoreError: files could not be reserved.
-        """
+        """Lay out the blocks, place them, and reserve what they need; see the class."""
         require_numbers(lr, betas, eps, weight_decay, max_grad_norm)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._engine: BlockEngine | None = None
-        super().__init__(params, defaults)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self._trained = trained_parameters(self.param_groups)
         self._index = {id(parameter): i for i, parameter in enumerate(self._trained)}
         folder = Path(disk_dir) if disk_dir is not None else None
-        layout = lay_out(
-            parameter_shapes(self.param_groups, self._trained), block_bytes=block_bytes
-        )
-        on_cuda = self._trained[0].device.type == "cuda"
-        largest = layout.largest_gradient_bytes
-        in_flight = max(largest, IN_FLIGHT_BYTES) if on_cuda else 0
-        self._budget = OffloadBudget(
-            card_bytes=largest + in_flight if card_bytes is None else card_bytes,
+        shapes = parameter_shapes(self.param_groups, self._trained)
+        layout = lay_out(shapes, block_bytes=block_bytes)
+        self._budget = offload_budget(
+            layout,
+            card_bytes=card_bytes,
             host_bytes=host_budget(host_bytes),
             disk_bytes=disk_budget(folder, disk_bytes, resume=resume),
-            link_bytes=LINK_BYTES if on_cuda else 0,
-            in_flight_bytes=in_flight,
-            resumable=resume,
+            on_cuda=self._trained[0].device.type == "cuda",
+            resume=resume,
         )
         placement = place(layout, self._budget, priority_order(layout))
         needed = tier_bytes(layout, placement, link_bytes=self._budget.link_bytes)
@@ -147,7 +142,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     spare_bytes=0 if extra else spare,
                     io=file_io or FileIO(),
                 ),
-                in_flight_bytes=in_flight,
+                in_flight_bytes=self._budget.in_flight_bytes,
                 max_grad_norm=max_grad_norm,
                 max_disk_write_bytes=max_disk_write_bytes,
             ),

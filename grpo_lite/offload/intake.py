@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from grpo_lite.errors import UsageError
-from grpo_lite.offload.blocks import ParameterShape
+from grpo_lite.offload.blocks import Layout, ParameterShape
 from grpo_lite.offload.host_limit import RESERVE_BYTES, available_host_bytes
+from grpo_lite.offload.link import IN_FLIGHT_BYTES, LINK_BYTES
+from grpo_lite.offload.placement import OffloadBudget
 from grpo_lite.units import format_bytes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -118,3 +120,25 @@ def disk_budget(folder: Path | None, disk_bytes: int | None, *, resume: bool) ->
     held = sum(file.stat().st_blocks * 512 for file in folder.glob("grpo-lite-*/*.bin"))
     free = shutil.disk_usage(folder).free + held
     return free if disk_bytes is None else min(disk_bytes, free)
+
+
+def offload_budget(  # the constructor's own numbers, checked
+    layout: Layout,
+    *,
+    card_bytes: int | None,
+    host_bytes: int,
+    disk_bytes: int,
+    on_cuda: bool,
+    resume: bool,
+) -> OffloadBudget:
+    """Return the budgets; the card's is the least that works unless it is given."""
+    largest = layout.largest_gradient_bytes
+    in_flight = max(largest, IN_FLIGHT_BYTES) if on_cuda else 0
+    return OffloadBudget(
+        card_bytes=largest + in_flight if card_bytes is None else card_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        link_bytes=LINK_BYTES if on_cuda else 0,
+        in_flight_bytes=in_flight,
+        resumable=resume,
+    )
