@@ -34,8 +34,10 @@ COPY_BYTES = 256 * MIB
 """Beyond every cache of a processor."""
 MIN_SAMPLES = 3
 """Fewer have no spread."""
-NUM_LAUNCHES = 2000
-"""Tiny operations that are timed together."""
+NUM_BLOCKS = 250
+"""Tiny blocks that are timed together."""
+OPERATIONS_OF_A_BLOCK = 8
+"""Operations that one of `_TinyBlock` starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,17 +143,34 @@ def measure_copy(device: torch.device, pace: Pace) -> Figure:
 
 
 def measure_launch_s(device: torch.device, pace: Pace) -> Figure:
-    """Return the seconds that starting one operation takes."""
+    """Return the seconds that starting one operation takes, with the Python around it."""
     pace.tell("cost of starting an operation")
-    number = torch.zeros(1, device=device)
+    block = _TinyBlock().to(device)
+    number = torch.ones(1, 8, device=device)
 
+    @torch.no_grad()
     def launch() -> None:
-        for _ in range(NUM_LAUNCHES):
-            number.add_(1)
+        for _ in range(NUM_BLOCKS):
+            block(number)
 
     samples = _samples(lambda: _do(launch, device), pace)
-    each = [sample / NUM_LAUNCHES for sample in samples]
-    return settled(each, f"{NUM_LAUNCHES} additions of one number")
+    num_operations = NUM_BLOCKS * OPERATIONS_OF_A_BLOCK
+    each = [sample / num_operations for sample in samples]
+    return settled(each, f"{num_operations} operations of norms and layers of 8 numbers")
+
+
+class _TinyBlock(torch.nn.Module):
+    """A norm, a layer, an activation and a sum, as transformers are made of, without the work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.activation = torch.nn.SiLU()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+        activated: torch.Tensor = self.activation(self.layer(hidden * scale))
+        return hidden + activated
 
 
 def measure_disk(folder: Path, pace: Pace) -> tuple[Figure | None, Figure | None]:

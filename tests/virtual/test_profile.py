@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_lite.cards import measure
 from grpo_lite.cards.measure import Pace, measure_cpu, measure_flops, settled
@@ -41,7 +42,7 @@ def small(monkeypatch):
 def make_small(monkeypatch):
     monkeypatch.setattr(measure, "DISK_BLOCK_BYTES", MIB)
     monkeypatch.setattr(measure, "COPY_BYTES", MIB)
-    monkeypatch.setattr(measure, "NUM_LAUNCHES", 10)
+    monkeypatch.setattr(measure, "NUM_BLOCKS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,22 @@ def test_a_rate_is_the_work_over_the_clocks_seconds():
     figure = measure_flops("float32", torch.device("cpu"), pace_of(figure_s=3, step_s=1.0))
     assert figure.value == figure.low == figure.high == 2 * 8 * 1024 * 4096
     assert "[8, 1024] x [1024, 4096]" in figure.note
+
+
+def test_the_cost_of_starting_is_divided_by_the_operations_that_a_block_really_starts():
+    """A module changed without its count would be wrong by that factor in every prediction."""
+    kernels = []
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view:
+                kernels.append(func)
+            return func(*args, **(kwargs or {}))
+
+    block, number = measure._TinyBlock(), torch.ones(1, 8)
+    with torch.no_grad(), Counter():
+        block(number)
+    assert len(kernels) == measure.OPERATIONS_OF_A_BLOCK
 
 
 def test_a_rate_is_what_it_settles_at_and_not_the_first_second():
