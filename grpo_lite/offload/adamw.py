@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_lite.errors import UsageError
-from grpo_lite.offload.blocks import BLOCK_BYTES, lay_out
+from grpo_lite.offload.blocks import BLOCK_BYTES, Layout, lay_out
 from grpo_lite.offload.disk import DiskSettings
 from grpo_lite.offload.disk_files import FileIO
 from grpo_lite.offload.engine import BlockEngine
@@ -33,6 +33,8 @@ from grpo_lite.offload.intake import (
 from grpo_lite.offload.options import EngineOptions
 from grpo_lite.offload.placement import (
     STATE_BUFFERS,
+    OffloadBudget,
+    Placement,
     TierBytes,
     extra_buffers,
     place,
@@ -126,9 +128,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
             resume=resume,
         )
         placement = place(layout, self._budget, priority_order(layout))
-        needed = tier_bytes(layout, placement, link_bytes=self._budget.link_bytes)
-        spare = self._budget.host_bytes - needed.host_bytes
-        extra = extra_buffers(layout, spare) if resume else 0
         self._engine = BlockEngine(
             self._trained,
             layout,
@@ -136,12 +135,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             EngineOptions(
                 card=card,
                 disk_dir=folder,
-                disk_settings=DiskSettings(
-                    resume=resume,
-                    num_buffers=STATE_BUFFERS + extra,
-                    spare_bytes=0 if extra else spare,
-                    io=file_io or FileIO(),
-                ),
+                disk_settings=_disk_settings(layout, placement, self._budget, file_io),
                 in_flight_bytes=self._budget.in_flight_bytes,
                 max_grad_norm=max_grad_norm,
                 max_disk_write_bytes=max_disk_write_bytes,
@@ -352,6 +346,21 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.engine.take_up(disk.meta)
         for group, values in zip(self.param_groups, disk.meta.get("groups", []), strict=False):
             group.update(values | {"betas": tuple(values["betas"])})
+
+
+def _disk_settings(
+    layout: Layout, placement: Placement, budget: OffloadBudget, file_io: FileIO | None
+) -> DiskSettings:
+    """Return how the disk tier works: RAM to spare buffers states of a run that can be resumed."""
+    needed = tier_bytes(layout, placement, link_bytes=budget.link_bytes)
+    spare = budget.host_bytes - needed.host_bytes
+    extra = extra_buffers(layout, spare) if budget.resumable else 0
+    return DiskSettings(
+        resume=budget.resumable,
+        num_buffers=STATE_BUFFERS + extra,
+        spare_bytes=0 if extra else spare,
+        io=file_io or FileIO(),
+    )
 
 
 def _take_gradients(
