@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from grpo_lite.errors import UsageError
-
 BLOCK_SIZE = 64
 """Elements that share one absmax (bitsandbytes' default for 4-bit weights)."""
 NESTED_BLOCK_SIZE = 256
@@ -26,11 +24,7 @@ _NESTED_CODE_SIZE = 256
 def quantise(
     model: torch.nn.Module, *, compute_dtype: torch.dtype, double_quantised: bool
 ) -> torch.nn.Module:
-    """Replace every linear layer of `model` but its output layer by a 4-bit stand-in, in place.
-
-    Raises:
-        UsageError: bitsandbytes is not installed.
-    """
+    """Replace every linear layer of `model` but its output layer by a 4-bit stand-in, in place."""
     make = _stand_in_class()
     head = model.get_output_embeddings()  # type: ignore[operator]  # a transformers model
     for parent in list(model.modules()):
@@ -56,13 +50,7 @@ def widen_unquantised(model: torch.nn.Module) -> None:
 @lru_cache(maxsize=1)
 def _stand_in_class() -> Any:
     """Return the class, made on first use: its base is bitsandbytes', by which peft knows it."""
-    try:
-        import bitsandbytes as bnb
-    except ImportError as error:
-        raise UsageError(
-            "4-bit weights need bitsandbytes, which is not installed",
-            hint="pip install bitsandbytes, or --method lora",
-        ) from error
+    import bitsandbytes as bnb
 
     class Linear4bitStandIn(bnb.nn.Linear4bit):  # type: ignore[misc]  # untyped base
         """A 4-bit linear layer of the shape of `linear`, made without values."""
