@@ -180,7 +180,7 @@ def _add_fused_head(model: Any) -> None:
     except ImportError as error:
         raise UsageError(
             "the fused head of TRL is traced through TRL itself, and TRL 1.15 is not installed",
-            hint="pip install 'trl>=1.15', or ask for the path before it: --trl-version 1.14",
+            hint="pip install 'trl>=1.15'",
         ) from error
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
 
