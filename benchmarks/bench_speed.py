@@ -1,16 +1,15 @@
 """Predicted against measured seconds of an update on this machine's processor.
 
 Twelve configurations of two random models run the very functions of `train` (sampling, forward,
-backward, step) at their length caps; predictions use a profile that is measured first.
-For one question every plan that the search would try on one micro-batch ladder is run as well, to
-see how far the picked one is from the fastest.
+backward, step) at their length caps. The rates that a profile holds are measured anew just before
+each update, so that what else the machine does in the meantime weighs on both alike.
+For one question every micro-batch is run as well, to see how far the picked plan is from the
+fastest.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_speed.py [--quick] [--cards measured.json]
 
-`--cards` holds predictions from datasheet profiles against other people's step times: a JSON list
-with `model_shape_id`, `method`, `seq_len`, `batch`, `grad_ckpt`, `grad_accum`, `card_id`, `step_s`.
-Only full and LoRA fine-tuning at an exact length can be asked of this trace; `--only-cards` leaves
-this machine out.
+`--cards` holds predictions from datasheet profiles against other people's step times, a JSON list.
+Only full and LoRA fine-tuning at an exact length can be asked; `--only-cards` asks nothing else.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +27,8 @@ from typing import Any
 import torch
 
 from grpo_lite.cards.card import Budget
-from grpo_lite.cards.measure import Pace, measure_cpu
-from grpo_lite.cards.profile import CardProfile, load_profile
+from grpo_lite.cards.measure import Pace, measure_copy, measure_flops, measure_launch_s
+from grpo_lite.cards.profile import CardProfile, load_profile, virtual_profile
 from grpo_lite.errors import UsageError
 from grpo_lite.grpo.batch import MicroBatch, RolloutBatch
 from grpo_lite.grpo.objective import Normalizers
@@ -131,8 +128,13 @@ def config_of(model: str) -> Any:
     return build_config(config)
 
 
-def measure_update(case: Case, repeats: int) -> dict[Phase, float]:
-    """Return the least seconds by phase of `repeats` updates, after one that warms up."""
+def measure_update(
+    case: Case, repeats: int, before: Callable[[], object] = lambda: None
+) -> dict[Phase, float]:
+    """Return the median seconds by phase of `repeats` updates, after one that warms up.
+
+    `before` is called before each of them.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -144,12 +146,12 @@ def measure_update(case: Case, repeats: int) -> dict[Phase, float]:
     engine = ResidentEngine(
         model.parameters(), optimizer_row(workload.optimizer), learning_rate=1e-5
     )
-    best: dict[Phase, float] = {}
-    for repeat in range(repeats + 1):
-        for phase, seconds in one_update(model, engine, workload, plan).items():
-            if repeat:
-                best[phase] = min(seconds, best.get(phase, math.inf))
-    return best
+    one_update(model, engine, workload, plan)
+    updates = []
+    for _ in range(repeats):
+        before()
+        updates.append(one_update(model, engine, workload, plan))
+    return {phase: statistics.median(update[phase] for update in updates) for phase in updates[0]}
 
 
 def one_update(
@@ -287,12 +289,23 @@ def askable(case: dict[str, Any]) -> bool:
 class Predictor:
     """Predictions with footprints traced once for each model and method."""
 
-    def __init__(self, profile: CardProfile) -> None:
-        self.profile = profile
+    def __init__(self, figure_s: float) -> None:
+        self.pace = Pace(figure_s=figure_s, clock=time.perf_counter, tell=lambda what: None)
         self.footprints: dict[tuple[str, str], Footprint] = {}
 
+    def measure(self) -> CardProfile:
+        """Return a profile with the rates that this machine has now."""
+        cpu = torch.device("cpu")
+        flops = measure_flops("float32", cpu, self.pace)
+        return replace(
+            virtual_profile("virtual:1GiB", 2**30),
+            flops_per_s={"float32": flops},
+            memory_bandwidth_bytes_per_s=measure_copy(cpu, self.pace),
+            launch_s=measure_launch_s(cpu, self.pace),
+        )
+
     def footprint(self, case: Case) -> Footprint:
-        """Return what the trace learnt of the model and method of `case`."""
+        """Return what the trace learnt of the model of `case`."""
         key = (case.model, case.method)
         if key not in self.footprints:
             config = config_of(case.model)
@@ -301,7 +314,8 @@ class Predictor:
 
     def predict(self, case: Case) -> SpeedEstimate:
         """Return the predicted seconds of `case`."""
-        return estimate_speed(self.footprint(case), case.workload, case.plan, self.profile)
+        footprint = self.footprint(case)
+        return estimate_speed(footprint, case.workload, case.plan, self.measure())
 
 
 def main() -> None:
@@ -311,11 +325,10 @@ def main() -> None:
     parser.add_argument("--cards", type=Path, metavar="FILE", help="step times of real cards")
     parser.add_argument("--only-cards", action="store_true", help="nothing of this machine")
     options = parser.parse_args()
-    result: dict[str, float | None] = {"cards_median_error": None}
+    result: dict[str, float | None] = {}
     if options.cards is not None:
         errors = [abs(error) for error in cards_errors(options.cards)]
-        result["cards_median_error"] = round(statistics.median(errors), 3)
-        result["cards"] = len(errors)
+        result = {"cards_median_error": round(statistics.median(errors), 3), "cards": len(errors)}
     if not options.only_cards:
         result.update(this_machine(quick=options.quick))
     print(json.dumps(result))
@@ -323,11 +336,8 @@ def main() -> None:
 
 def this_machine(*, quick: bool) -> dict[str, float | None]:
     """Return the figures of this machine's own profile."""
-    repeats = 2 if quick else 5
-    pace = Pace(figure_s=0.5 if quick else 2.0, clock=time.perf_counter, tell=lambda what: None)
-    with tempfile.TemporaryDirectory() as folder:
-        profile = measure_cpu(Path(folder), pace)
-    predictor = Predictor(profile)
+    repeats = 3 if quick else 7
+    predictor = Predictor(figure_s=0.15 if quick else 0.5)
     predicted, measured = compare(cases(), predictor, repeats)
     errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
     picked_over_best = pick(predictor, repeats)
@@ -345,13 +355,12 @@ def compare(
     """Return predicted and measured seconds of `configurations`, printed by phase."""
     predicted, measured = [], []
     for case in configurations:
-        estimate = predictor.predict(case)
-        seconds = measure_update(case, repeats)
-        predicted.append(estimate.seconds)
+        estimates, seconds = predict_and_measure(case, predictor, repeats)
+        predicted.append(statistics.median(estimate.seconds for estimate in estimates))
         measured.append(sum(seconds.values()))
         parts = ", ".join(
             f"{part.phase} {part.seconds:.3f}/{seconds[part.phase]:.3f} {part.bound_by}"
-            for part in estimate.phases
+            for part in sorted(estimates, key=lambda e: e.seconds)[len(estimates) // 2].phases
         )
         print(
             f"{case.model:6} {case.method:4} p{case.prompt} c{case.completion} "
@@ -362,16 +371,24 @@ def compare(
     return predicted, measured
 
 
+def predict_and_measure(
+    case: Case, predictor: Predictor, repeats: int
+) -> tuple[list[SpeedEstimate], dict[Phase, float]]:
+    """Return a prediction just before each update, and the updates' median seconds by phase."""
+    estimates: list[SpeedEstimate] = []
+    seconds = measure_update(case, repeats, lambda: estimates.append(predictor.predict(case)))
+    return estimates, seconds
+
+
 def pick(predictor: Predictor, repeats: int) -> float:
     """Return the measured seconds of the plan predicted as fastest over the fastest measured."""
     question = cases()[0]
     plans = list(ladder(question))
     unlimited = Budget(card_bytes=2**60, total_bytes=2**60)
+    profile = predictor.measure()
 
     def priced(case: Case) -> float:
-        question = Question(
-            footprint=predictor.footprint(case), profile=predictor.profile, budget=unlimited
-        )
+        question = Question(footprint=predictor.footprint(case), profile=profile, budget=unlimited)
         return price(question, case.workload, case.plan).speed.seconds
 
     picked = min(plans, key=priced)
