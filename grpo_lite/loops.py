@@ -80,16 +80,8 @@ class Governor(PartRunner):
             BudgetExceeded: one row alone does not fit, and nothing is changed; or the optimizer's
                 step does not, and `step_optimizer` goes on with it once there is memory.
         """
-        require_resumable(optimizer)
-        if reduction not in REDUCTIONS:
-            raise UsageError(f"reduction is {reduction!r}; it must be one of {REDUCTIONS}")
+        parameters = _checked_parameters(optimizer, reduction)
         num_rows = count_rows(batch)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(parameter.grad is not None for parameter in parameters):
-            raise UsageError(
-                "the optimizer's parameters hold gradients already, which a rescue would lose",
-                hint="optimizer.zero_grad() before, and all rows of the update in one batch",
-            )
         total = [0.0]
 
         def run(part: range) -> None:
@@ -167,3 +159,17 @@ class Governor(PartRunner):
                 return results[0] if len(results) == 1 else self.again(lambda: join(results))
 
         return governed
+
+
+def _checked_parameters(optimizer: torch.optim.Optimizer, reduction: str) -> list[torch.Tensor]:
+    """Return the parameters of `optimizer`; it is known then that their update can be rescued."""
+    require_resumable(optimizer)
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"reduction is {reduction!r}; it must be one of {REDUCTIONS}")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        raise UsageError(
+            "the optimizer's parameters hold gradients already, which a rescue would lose",
+            hint="optimizer.zero_grad() before, and all rows of the update in one batch",
+        )
+    return parameters

@@ -1,14 +1,15 @@
 """How many rows fit where no trace exists: from what the rows of this very loop have taken.
 
 `train` predicts from a footprint; in other people's loops only what was measured is known.
-Bytes above rest are taken to grow with rows x tokens; the largest slope seen counts, so that the
-prediction errs to the safe side.
+Bytes above rest are taken to grow with rows x tokens, from some fixed part on: a slope that was
+measured at one size bounds the bytes of any larger one, so the largest slope of the nearest size
+below counts.
 Pure; knows no torch and no loop.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 QUIET_UPDATES = 8
 """Updates without an out-of-memory after which one step up is tried."""
@@ -25,8 +26,8 @@ class MeasuredRows:
     `size` is rows x tokens of the padded tensors of a part.
     """
 
-    slope_bytes: float = 0.0
-    """Largest bytes above rest for one unit of size."""
+    slopes_bytes: dict[int, float] = field(default_factory=dict)
+    """Largest bytes above rest for one unit of size, by the power of two at or below the size."""
     failed_size: int | None = None
     """Smallest size that ran out of memory; nothing as large is tried in the meantime."""
     failed_free_bytes: int = 0
@@ -40,17 +41,32 @@ class MeasuredRows:
 
     def rows(self, num_rows: int, row_size: int, free_bytes: int) -> int:
         """Return how many of `num_rows` rows of `row_size` are worked on at once, at least 1."""
-        rows = num_rows
-        if self.slope_bytes:
-            rows = min(rows, int(free_bytes * SAFE_FRACTION / (self.slope_bytes * row_size)))
+        usable_bytes = free_bytes * SAFE_FRACTION
+        low, rows = 1, num_rows
+        if self.predict(rows * row_size) > usable_bytes:
+            while low + 1 < rows:
+                middle = (low + rows) // 2
+                fits = self.predict(middle * row_size) <= usable_bytes
+                low, rows = (middle, rows) if fits else (low, middle)
+            rows = low
         # What failed with less free may well fit now: more memory lifts the limit at once.
         if self.failed_size is not None and free_bytes <= self.failed_free_bytes / SAFE_FRACTION:
             rows = min(rows, (self.failed_size - 1) // row_size)
         return max(1, rows)
 
+    def predict(self, size: int) -> float:
+        """Return the bytes above rest that a part of `size` takes; 0 where nothing is known."""
+        if not self.slopes_bytes:
+            return 0.0
+        power = size.bit_length()
+        below = [known for known in self.slopes_bytes if known <= power]
+        return size * self.slopes_bytes[max(below) if below else min(self.slopes_bytes)]
+
     def worked(self, size: int, used_bytes: int) -> None:
         """Learn that a part of `size` took `used_bytes` above rest."""
-        self.slope_bytes = max(self.slope_bytes, used_bytes / max(1, size))
+        power = size.bit_length()
+        known = self.slopes_bytes.get(power, 0.0)
+        self.slopes_bytes[power] = max(known, used_bytes / max(1, size))
 
     def failed(self, num_rows: int, row_size: int, free_bytes: int) -> int | None:
         """Learn that `num_rows` rows ran out of memory; return how many to try, None for no fewer.
