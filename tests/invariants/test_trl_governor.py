@@ -157,9 +157,19 @@ def test_rewards_are_asked_once_and_finished_rows_are_kept(tmp_path):
         return trl_rig.reward(completions)
 
     card = FaultyCard()
-    governed(tmp_path, card, max_steps=1, rewards=counting).train()
+    trainer = governed(tmp_path, card, max_steps=1, rewards=counting)
+    inner = trainer._calculate_rewards
+    scored_at = []
+
+    def noting(*args, **kwargs):
+        rewards = inner(*args, **kwargs)
+        scored_at.append(card.count)
+        return rewards
+
+    trainer._calculate_rewards = noting
+    trainer.train()
     total = len(asked)
-    for at in range(905, 1105, 29):  # around the rewards
+    for at in range(scored_at[0] + 1, scored_at[0] + 70, 17):  # advantages, masks, shuffling
         asked.clear()
         faulty = FaultyCard()
         trainer = governed(tmp_path, faulty, max_steps=1, rewards=counting)
