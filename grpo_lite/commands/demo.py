@@ -102,9 +102,12 @@ def run(options: argparse.Namespace) -> int:
     outcome = train_recipe(recipe, options.output)
     out.print()
     show_outcome(outcome, out)
-    _summarise(outcome, recipe, time.monotonic() - started_s, out)
+    seconds = time.monotonic() - started_s
+    out.print(f"the demo took {format_seconds(seconds)} up to here")
+    summary = summarise(outcome, recipe, seconds)
     if not options.skip_offload:
         second_act(recipe, options.output, cache_dir, out)
+    out.print(summary, soft_wrap=True, highlight=False)
     return 0
 
 
@@ -164,8 +167,8 @@ def _make_room(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _summarise(outcome: Outcome, recipe: Recipe, seconds: float, out: Console) -> None:
-    """Write demo.json and print it in words."""
+def summarise(outcome: Outcome, recipe: Recipe, seconds: float) -> str:
+    """Write demo.json and return it: one flat JSON object on one line."""
     errors = [abs(row.error_fraction) for row in outcome.peaks if row.error_fraction is not None]
     summary = {
         "accuracy_before": outcome.reward_before,
@@ -178,5 +181,4 @@ def _summarise(outcome: Outcome, recipe: Recipe, seconds: float, out: Console) -
     }
     text = json.dumps(summary)
     (outcome.folder.path / "demo.json").write_text(text + "\n", encoding="utf-8")
-    out.print(f"the whole demo took {format_seconds(seconds)}")
-    out.print(text, soft_wrap=True, highlight=False)
+    return text
