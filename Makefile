@@ -15,7 +15,7 @@ test: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 # torch first and exactly: any other request for it brings gigabytes of CUDA.
 $(VENV)/.torch-installed: constraints.txt
