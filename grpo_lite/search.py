@@ -23,6 +23,10 @@ MIN_CHUNK_TOKENS = 64
 """Smallest head chunk searched: below it the matrix products are too thin to be worth it."""
 
 
+_UPDATE_PHASES = (Phase.LOGPROB, Phase.FORWARD, Phase.BACKWARD)
+"""Phases that work on micro-batches and so obey the same fields of a plan."""
+
+
 class Verdict(StrEnum):
     """What the prediction says of a candidate on a budget."""
 
@@ -59,6 +63,28 @@ class Question:
     """Bytes that may be used."""
     tiers: Mapping[str, Tiers] = field(default_factory=dict)
     """Offloads that the host's budgets allow, by `Plan.offload`, with what each would move."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Needs:
+    """What a plan needs in one phase, and in all that obey the same fields."""
+
+    of_phase: int
+    """Bytes of the phase asked about."""
+    together: tuple[int, int]
+    """Bytes of the largest of these phases, and the sum of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lower:
+    """One way down."""
+
+    plan: Plan
+    """The plan."""
+    needs: _Needs
+    """What it needs."""
+    seconds: float
+    """Predicted seconds of an update."""
 
 
 def verdict_of(memory: MemoryEstimate, budget: Budget) -> Verdict:
@@ -143,31 +169,37 @@ def step_down(
     """Return the fastest plan that needs at least `shortfall_bytes` less than `plan` in `phase`.
 
     Only the fields that `phase` obeys are changed, and never the effective batch.
-    Where nothing lowers the phase by that much, the lowest plan that lowers it at all is returned,
-    and None where `plan` is already the lowest.
+    The other phases that obey the same fields must not need more than that either: a plan that
+    moves the failure from forward to backward is no way down.
+    Where nothing is low enough, the lowest plan that lowers `phase` at all is returned, and None
+    where there is none.
+    Each plan's largest phase is lower than the one's before (or as low, with a lower sum), so that
+    repeated calls end, whatever phases they name.
     """
-    now_bytes = _phase_bytes(question, workload, plan, phase)
-    lower: list[tuple[int, float, Plan]] = []
+    now = _phase_needs(question, workload, plan, phase)
+    lower: list[_Lower] = []
     for enumerated in enumerate_plans(workload):
         other = replace(enumerated, offload=plan.offload)  # blocks do not move house in mid-run
         if not _only_changes_what_obeys(phase, plan, other):
             continue
-        needed_bytes = _phase_bytes(question, workload, other, phase)
-        if needed_bytes < now_bytes:
-            lower.append((needed_bytes, _speed(question, workload, other).seconds, other))
+        needs = _phase_needs(question, workload, other, phase)
+        if needs.of_phase < now.of_phase and needs.together < now.together:
+            seconds = _speed(question, workload, other).seconds
+            lower.append(_Lower(plan=other, needs=needs, seconds=seconds))
     if not lower:
         return None
-    wanted_bytes = now_bytes - max(1, shortfall_bytes)
-    enough = [row for row in lower if row[0] <= wanted_bytes]
-    needed_bytes, _, best = (
-        min(enough, key=lambda row: (row[1], row[0])) if enough else min(lower, key=lambda r: r[:2])
-    )
+    wanted_bytes = now.of_phase - max(1, shortfall_bytes)
+    enough = [one for one in lower if one.needs.together[0] <= wanted_bytes]
+    if enough:
+        best = min(enough, key=lambda one: (one.seconds, one.needs.together))
+    else:
+        best = min(lower, key=lambda one: (one.needs.together, one.seconds))
     reason = (
         f"out of memory in {phase} by {format_bytes(shortfall_bytes)}; predicted "
-        f"{format_bytes(now_bytes)} before, {format_bytes(needed_bytes)} after"
+        f"{format_bytes(now.of_phase)} before, {format_bytes(best.needs.of_phase)} after"
     )
-    changed = plan.changes_to(best)
-    return replace(best, reasons=plan.reasons).with_reasons(**dict.fromkeys(changed, reason))
+    changed = plan.changes_to(best.plan)
+    return replace(best.plan, reasons=plan.reasons).with_reasons(**dict.fromkeys(changed, reason))
 
 
 def chunk_choices(num_tokens: int) -> list[int]:
@@ -192,9 +224,13 @@ def _only_changes_what_obeys(phase: Phase, plan: Plan, other: Plan) -> bool:
     return bool(changed) and "rollout_batch" not in changed
 
 
-def _phase_bytes(question: Question, workload: Workload, plan: Plan, phase: Phase) -> int:
-    estimate = estimate_memory(question.footprint, workload, plan).of(phase)
-    return 0 if estimate is None else estimate.allocated_bytes
+def _phase_needs(question: Question, workload: Workload, plan: Plan, phase: Phase) -> _Needs:
+    together = _UPDATE_PHASES if phase in _UPDATE_PHASES else (phase,)
+    estimates = estimate_memory(question.footprint, workload, plan)
+    needs = {e.phase: e.allocated_bytes for e in estimates.phases if e.phase in together}
+    return _Needs(
+        of_phase=needs.get(phase, 0), together=(max(needs.values(), default=0), sum(needs.values()))
+    )
 
 
 def _rank(candidate: Candidate) -> tuple[int, float, int, int]:
