@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import footprints, plans
+from strategies import workloads as all_workloads
 
 from grpo_lite.cards.card import Budget
 from grpo_lite.cards.profile import virtual_profile
@@ -159,6 +161,74 @@ def test_step_down_lowers_the_failing_phase_until_there_is_nothing_lower(
         plan, previous = lower, needed
     else:
         pytest.fail("step_down does not end")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    footprint=footprints(),
+    workload=all_workloads,
+    told=st.floats(0.05, 1.0),
+    data=st.data(),
+)
+def test_a_rescued_update_ends_in_a_plan_that_fits_or_in_none_at_all(
+    footprint: Footprint, workload: Workload, told: float, data: st.DataObject
+) -> None:
+    """Each step down once looked at the failing phase alone: the failure moved from forward to
+    backward and back, and the governor replayed one update for ever.
+
+    `told`: the share of the true shortfall that an error tells, since it comes in mid-phase.
+    """
+    from grpo_lite.predict.memory import estimate_memory
+
+    together = (Phase.LOGPROB, Phase.FORWARD, Phase.BACKWARD)
+
+    def needs(plan: Plan) -> dict[Phase, int]:
+        estimates = estimate_memory(footprint, workload, plan).phases
+        return {e.phase: e.allocated_bytes for e in estimates if e.phase in together}
+
+    start = data.draw(plans(workload))
+    largest = {
+        plan: max(needs(plan).values())
+        for plan in enumerate_plans(workload)
+        if plan.rollout_batch == start.rollout_batch
+    }
+    budget = data.draw(st.sampled_from(sorted(largest.values()))) - data.draw(st.integers(0, 1))
+    asked = replace(question(2**40), footprint=footprint)
+    plan: Plan | None = start
+    for _ in range(len(largest) + 1):
+        assert plan is not None
+        failing = {phase: n - budget for phase, n in needs(plan).items() if n > budget}
+        if not failing:
+            break
+        phase, missing = next(iter(failing.items()))  # in the order of the update
+        plan = step_down(asked, workload, plan, phase, max(1, int(told * missing)))
+        if plan is None:
+            assert min(largest.values()) > budget, "a plan fits, and the run was given up"
+            break
+    else:
+        pytest.fail("the same plans are tried for ever")
+
+
+@settings(max_examples=30, deadline=None)
+@given(workload=all_workloads, shortfall=st.integers(1, 10**6), data=st.data())
+def test_a_phase_that_no_field_moves_has_nothing_lower(
+    workload: Workload, shortfall: int, data: st.DataObject
+) -> None:
+    """An update replayed for the step's sake would fail in the step again."""
+    asked = replace(question(2**40), footprint=data.draw(footprints()))
+    plan = data.draw(plans(workload))
+    for phase in (Phase.LOAD, Phase.STEP):
+        assert step_down(asked, workload, plan, phase, shortfall) is None
+
+
+def test_a_run_whose_blocks_live_off_the_card_stays_off_it() -> None:
+    """The engine is built for one home; a rescue that says otherwise is not obeyed by it."""
+    workload = Workload(prompts_per_step=2, num_generations=4)
+    plan = replace(next(iter(enumerate_plans(workload))), micro_batch=8,
+                   gradient_accumulation_steps=1, offload="host")  # fmt: skip
+    lower = step_down(question(2**40), workload, plan, Phase.BACKWARD, 1)
+    assert lower is not None
+    assert lower.offload == "host"
 
 
 def peak(asked: Question, workload: Workload, plan: Plan, phase: Phase) -> int:
