@@ -3,17 +3,20 @@
 An out-of-memory in the middle of an optimizer's step leaves some parameters updated; a plain retry
 would update them twice.
 Here each block is recorded as done, and a repeated call goes on where the last one stopped.
+A block is whole or not at all: what an interrupted one has changed is put back, by the way in
+which its optimizer allocates (see `_step_block`).
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from grpo_lite.optimizers import BLOCK_BYTES, OptimizerRow
 
@@ -45,10 +48,13 @@ class ResidentEngine:
         module, _, name = row.constructor.partition(":")
         make = getattr(importlib.import_module(module), name)
         arguments = dict(row.arguments)
+        # bitsandbytes makes the state of one tensor after it has updated the one before.
+        block_bytes = BLOCK_BYTES if row.block_size is None else 0
         self._blocks = [
             make(block, lr=learning_rate, weight_decay=weight_decay, **arguments)
-            for block in _blocks(self.parameters)
+            for block in _blocks(self.parameters, block_bytes)
         ]
+        self._makes_temporaries = row.makes_temporaries
         self._done: set[int] = set()
         self._clipped: set[int] = set()
         self._with_states: set[int] = set()
@@ -106,13 +112,18 @@ class ResidentEngine:
     def _step_block(self, index: int, optimizer: torch.optim.Optimizer) -> None:
         """Update one block, whole or not at all.
 
-        torch makes the states of all parameters before it updates the first, in the first step
-        only. If memory ends in between, it leaves states that lack a part, which it would later
-        take for whole: they are thrown away, and made again when the step resumes.
+        Optimizers make the states of all tensors of a block before they update the first, in the
+        first step only. If memory ends in between, they leave states that lack a part, which they
+        would later take for whole: they are thrown away, and made again when the step resumes.
+        Those that make temporaries can also stop after they have changed moments and weights, in
+        any step: what was there before is kept on the host and put back.
         """
+        put_back = _remember(optimizer) if self._makes_temporaries else None
         try:
             optimizer.step()
         except Exception:
+            if put_back is not None:
+                put_back()
             if index not in self._with_states:
                 optimizer.state.clear()
             raise
@@ -137,13 +148,35 @@ class ResidentEngine:
                     parameter.grad.mul_(scale)
 
 
-def _blocks(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Return `parameters` in runs of at most BLOCK_BYTES of gradient; a larger one is alone."""
+def _remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return what puts the weights and states of `optimizer` back as they are now.
+
+    The copies lie on the host, out of sight of a virtual card: its bytes are not the host's.
+    """
+    held = [
+        *(parameter for group in optimizer.param_groups for parameter in group["params"]),
+        *(value for state in optimizer.state.values() for value in state.values()),
+    ]
+    with _disable_current_modes(), torch.no_grad():
+        copies = [(t, t.detach().to("cpu", copy=True)) for t in held if isinstance(t, torch.Tensor)]
+
+    def put_back() -> None:
+        with _disable_current_modes(), torch.no_grad():
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+
+    return put_back
+
+
+def _blocks(
+    parameters: Sequence[torch.nn.Parameter], block_bytes: int
+) -> list[list[torch.nn.Parameter]]:
+    """Return `parameters` in runs of at most `block_bytes` of gradient; a larger one is alone."""
     blocks: list[list[torch.nn.Parameter]] = []
-    filled_bytes = BLOCK_BYTES
+    filled_bytes = 0
     for parameter in parameters:
         num_bytes = parameter.numel() * parameter.element_size()
-        if filled_bytes + num_bytes > BLOCK_BYTES:
+        if not blocks or filled_bytes + num_bytes > block_bytes:
             blocks.append([])
             filled_bytes = 0
         blocks[-1].append(parameter)
