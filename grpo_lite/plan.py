@@ -95,10 +95,15 @@ class Workload:
                 "so a group needs at least 2 completions",
                 hint="--num-generations 8",
             )
-        if self.beta < 0 or self.temperature <= 0:
+        if not (self.beta >= 0 and self.temperature > 0):  # NaN is neither
             raise UsageError(
                 f"beta must be >= 0 and temperature > 0; got beta {self.beta}, "
                 f"temperature {self.temperature}"
+            )
+        if not (0 <= self.epsilon <= 1 and self.epsilon_high >= 0):
+            raise UsageError(
+                "epsilon must be from 0 to 1 and epsilon_high at least 0; got epsilon "
+                f"{self.epsilon:g}, epsilon_high {self.epsilon_high:g}"
             )
 
     @property

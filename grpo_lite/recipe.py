@@ -6,6 +6,7 @@ Knows the file's form; what the fields mean is said where they are used.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -161,7 +162,7 @@ def read_recipe(path: Path) -> Recipe:
         raise UsageError(f"{path} cannot be read: {error}") from error
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nesting beyond all sense
         raise UsageError(f"{path} is no valid TOML: {error}") from error
     if not data:
         raise UsageError(f"{path} is empty", hint="grpo-lite fit MODEL --recipe FILE writes one")
@@ -177,11 +178,11 @@ def recipe_to_toml(recipe: Recipe) -> str:
     data = dataclasses.asdict(recipe)
     reasons = data["plan"].pop("reasons")
     text = tomli_w.dumps({"schema": SCHEMA, **data})
-    lines = []
-    for line in text.splitlines():
+    lines: list[str] = []
+    for line in text.removesuffix("\n").split("\n"):  # other separators may stand in strings
         name = line.split(" = ")[0]
         if name in reasons and not line.startswith(" "):
-            lines.append(f"# {reasons[name]}")
+            lines.extend(f"# {line}" for line in reasons[name].splitlines())
         lines.append(line)
     return "\n".join(lines) + "\n"
 
@@ -225,8 +226,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, where)
     wanted = _plain_types(hint)
-    if float in wanted and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if float in wanted and isinstance(value, int | float) and not isinstance(value, bool):
+        return _finite(value, where)
     is_stray_bool = isinstance(value, bool) and bool not in wanted
     if is_stray_bool or not isinstance(value, wanted):
         names = " or ".join(kind.__name__ for kind in wanted)
@@ -235,6 +236,17 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if isinstance(value, list) and inner:
         return [_value(inner[0], part, where) for part in value]
     return value
+
+
+def _finite(value: int | float, where: str) -> float:
+    """Return `value` as a float; NaN would pass every check of a range and end in the weights."""
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise UsageError(f"{where} is {number}; a finite number was expected")
+    return number
 
 
 def _plain_types(hint: Any) -> tuple[type, ...]:

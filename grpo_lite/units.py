@@ -29,7 +29,7 @@ def parse_bytes(text: str) -> int:
     """Return the bytes that `text` names: "6.5GiB" (2**30), "8GB" (10**9), "512" (bytes).
 
     Raises:
-        ValueError: the text is not a number followed by a known unit.
+        ValueError: the text is not a number followed by a known unit, or more than 2**63 bytes.
     """
     match = _SIZE.fullmatch(text)
     unit = match.group(2).lower() if match else None
@@ -37,7 +37,10 @@ def parse_bytes(text: str) -> int:
         raise ValueError(
             f"{text!r} is not a size; write a number and a unit, as in 6.5GiB or 800MiB"
         )
-    return round(float(match.group(1)) * _UNIT_BYTES[unit])
+    size = float(match.group(1)) * _UNIT_BYTES[unit]
+    if size >= 2**63:
+        raise ValueError(f"{text[:40]!r} is more bytes than any machine can count")
+    return round(size)
 
 
 def format_bytes(num_bytes: int | float) -> str:
