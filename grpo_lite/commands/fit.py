@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +113,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run `fit` and return its exit code."""
-    answer = fit(request_of(options), cache_dir=Path(platformdirs.user_cache_path("grpo-lite")))
+    with _no_collection():
+        answer = fit(request_of(options), cache_dir=Path(platformdirs.user_cache_path("grpo-lite")))
     document = answer.document
     if document.verdict is not Verdict.DOES_NOT_FIT:
         recipe = recipe_of(options, answer)
@@ -124,6 +128,18 @@ def run(options: argparse.Namespace) -> int:
         )
     _show(document, options)
     return exit_code(document)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold the garbage collector back: a short question makes many objects and little garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def request_of(options: argparse.Namespace) -> FitRequest:
